@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 
 def install(names: Sequence[str]) -> None:
-    """Load the named plugins and patch `mlx_lm.server`, all or nothing.
+    """Load the named plugins, and apply all patches of `mlx_lm.server` or none.
 
-    Raises UnsupportedVersion, PluginNotFound, PluginFault, a PatchError, or whatever a plugin
-    raises while it is loaded; the server is then unchanged.
+    Raises UnsupportedVersion, PluginNotFound, PluginFault, a PatchError, or the error of a plugin
+    that cannot be loaded; the server is then unchanged.
     """
     from .patching import versions
 

@@ -1,7 +1,7 @@
 """Images and files in messages: a line of text replaces content that the model cannot read.
 
 A client sends the whole conversation with each turn. So an attachment is refused only in the newest
-question. In all other messages its line is the same on each turn, so the prompt does not change.
+question. In other messages a line replaces it, always the same line, so the prompt does not change.
 
 After a refusal Claude Code joins the next question to the refused message: the attachment, its
 text, the new text. If the server refused that message too, the conversation would end.
@@ -63,7 +63,7 @@ def fit_attachments(messages: list[Message], reads_images: bool) -> list[Message
 
 
 def _told(block: Part) -> Part:
-    """Return a part of an unknown type, such as a refusal, as text, if it has any."""
+    """Return a part; if its type is unknown, such as a refusal, return its text as a text part."""
     kind, text = block["type"], block.get("text")
     if kind in PART_KINDS and (kind != "text" or text is not None):
         return block

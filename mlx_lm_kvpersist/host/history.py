@@ -80,7 +80,7 @@ class Template:
     ) -> list[Message]:
         """Return messages that the template renders, as far as that is possible.
 
-        tools: the request's. continues: the model continues the last message.
+        tools: the request's tools. continues: whether the model continues the last message.
         """
         own, asked = getattr(self._tokenizer, "chat_template", None), self._arguments
         source = asked.get("chat_template") or own
@@ -100,7 +100,7 @@ class Template:
     def refused(self, messages: list[Message], tools: Any, *, continues: bool) -> int | None:
         """Return the `PLACE` of the first message that cannot be rendered, None if all can.
 
-        messages: before they were fitted.
+        messages: the request's, before `fit` adapted them.
         """
 
         def fails(n: int) -> bool:
@@ -130,7 +130,7 @@ class Template:
             return None
 
     def fits(self, before: list[str], kind: str) -> bool:
-        """Tell whether the template accepts a kind of message after `before`, unmoved."""
+        """Tell whether the template accepts a kind of message after the kinds `before`, unmoved."""
         ends, usual, place = _ENDS, before or ["user", "assistant"], None
         if kind == "system":
             # A template that counts messages would treat a system message as the assistant's.
@@ -384,7 +384,7 @@ class _Fitting:
         self.fitted[-1] = {**last, **merged}
 
     def _ask(self) -> None:
-        """Put an empty question after the first system messages, if the template requires one."""
+        """Put an empty question after the first system messages, if a template requires it."""
         roles, kinds = [message.get("role") for message in self.fitted], self._kinds
         n = next((i for i, kind in enumerate(kinds) if kind != "system"), len(kinds))
         spoken = self._template.spoken
@@ -453,7 +453,7 @@ def _calling(arguments: Any, ids: Sequence[Any] = _CALL_IDS[:1]) -> Message:
 
 
 def _result(call_id: Any, name: str | None) -> Message:
-    """Return a result for a call without one."""
+    """Return the result of a call that has no result."""
     fields = {"role": "tool", "content": NO_RESULT, "tool_call_id": call_id, "name": name}
     return without_null(fields)
 

@@ -41,7 +41,7 @@ def _refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 class FrozenDict(dict[str, Any]):
-    """An object of a request. Copies can be changed."""
+    """A JSON object of a request. Only copies can be changed."""
 
     __setitem__ = __delitem__ = __ior__ = clear = pop = _refuse
     popitem = setdefault = update = _refuse
@@ -51,7 +51,7 @@ class FrozenDict(dict[str, Any]):
 
 
 class FrozenList(list[Any]):
-    """A list of a request. Copies can be changed."""
+    """A JSON list of a request. Only copies can be changed."""
 
     __setitem__ = __delitem__ = __iadd__ = __imul__ = append = _refuse
     clear = extend = insert = pop = remove = reverse = sort = _refuse
@@ -138,7 +138,7 @@ class Prompt:
 
 
 def has_text_only(messages: Iterable[Mapping[str, Any]]) -> bool:
-    """Tell whether the messages hold only text, and for example no image."""
+    """Tell whether the messages contain only text: no image and no file."""
     contents = (message.get("content") for message in messages)
     blocks = (block for content in contents if isinstance(content, list) for block in content)
     return all(block.get("type") == "text" for block in blocks)
@@ -149,7 +149,7 @@ class PrefillLimits:
     """How prompts are computed: in chunks, while replies run.
 
     `max_stall_s` is how long a reply may wait for its next token while prompts are computed.
-    `most_tokens(position)` is how many tokens may be computed at once after `position` cached ones.
+    `most_tokens(position)` is how many tokens may be computed at once after `position` tokens.
     If prompts may be computed together, each has at least `least_width` tokens in a call of the
     model, padded, unless the padding would go beyond the model's `n_positions`. `max_unused_bytes`
     is how much freed memory MLX may keep for the next chunk. `pace` learns from every chunk; a
@@ -239,7 +239,7 @@ class Prepared:
         expect(is_cut, prompt, "segments that are the prompt's ids cut up")
         expect(set(map(type, prompt.ids)) == {int}, prompt, "ids to be integers")
         found = f"{n_cached} cached of {len(prompt.ids)} tokens"
-        expect(0 <= n_cached < len(prompt.ids), found, "one left to compute")
+        expect(0 <= n_cached < len(prompt.ids), found, "at least one left to compute")
         has_caches = bool(self.caches)
         expect(has_caches == (n_cached > 0), found, "caches where tokens are cached, else None")
 
@@ -271,7 +271,7 @@ class Route:
 class TakenRequest:
     """A plugin's answer to `take_request`: how it serves this request. A base class.
 
-    All methods except `prompt` run on the generation thread.
+    All methods run on the generation thread.
     """
 
     prompt: Prompt

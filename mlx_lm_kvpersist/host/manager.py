@@ -1,7 +1,7 @@
 """The plugin manager: loads plugins by name, asks their hooks, and serves what they take.
 
 The current manager is the package's one global. It is looked up at every call, so that a probe can
-put a manager of its own in its place. Plugins are asked in the order of the command line.
+replace it. Plugins are asked in the order of the command line.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ RAISED: dict[str, type[Exception]] = {
 }
 """Errors that reach the caller, by hook. Every other failure is logged."""
 NAMED = ("model_loaded", "take_request")
-"""Hooks whose answers come with the plugin's name, because the plugin is called again later."""
+"""Hooks whose answers get the plugin's name, because the plugin is called again later."""
 
 
 class PluginManager(pluggy.PluginManager):
-    """Calls the hooks of the server. A plugin that fails is passed over; see `RAISED`."""
+    """Calls the hooks of the server. A plugin's failure is logged; see `RAISED`."""
 
     def __init__(self) -> None:
         super().__init__(hooks.PROJECT)
@@ -69,7 +69,7 @@ def load_plugins(names: Sequence[str]) -> PluginManager:
     manager = PluginManager()
     name = ""
     try:
-        # pluggy asks the plugin first that was registered last.
+        # pluggy first asks the plugin that was registered last.
         for name in reversed(names):
             plugin = find_entry_point(name).load()
             manager.register(plugin() if isinstance(plugin, type) else plugin, name=name)
@@ -107,10 +107,10 @@ def installed_plugins() -> list[str]:
 
 
 class PluginFailures(Failures):
-    """Failures of plugins, which the server passes over."""
+    """Failures of plugins, which do not stop the server."""
 
     def report(self, plugin: str, hook: str, error: Exception) -> None:
-        """Log a failure; the first of a kind with its traceback."""
+        """Log a failure; the first failure of a kind is logged with its traceback."""
         kind = f"plugin {plugin} in {hook}: {type(error).__name__}"
         log = partial(self.add, kind=kind, level=logging.ERROR)
         if isinstance(error, PluginFault):
@@ -122,11 +122,11 @@ class PluginFailures(Failures):
 _current: pluggy.PluginManager = PluginManager()
 """The manager whose plugins the server asks."""
 failures = PluginFailures(logger)
-"""Failures of its plugins."""
+"""The failures of the current plugins."""
 
 
 def set_current(manager: pluggy.PluginManager, failed: PluginFailures | None = None) -> None:
-    """Make the server ask the plugins of `manager`; `failed` gets their failures, or the log."""
+    """Make the server ask the plugins of `manager`; `failed` (default: the log) gets failures."""
     global _current, failures
     _current, failures = manager, failed or PluginFailures(logger)
 
@@ -155,7 +155,7 @@ def safely(
     check: Callable[[Any], None] | None = None,
     raised: type[Exception] | tuple[()] = (),
 ) -> Any:
-    """Return what a plugin's function returns; None, and a line in the log, if it fails.
+    """Return the result of a plugin's function; if the function fails, log that and return None.
 
     check: raises PluginFault for an answer that cannot be used. raised: the exceptions that reach
     the caller.
@@ -178,7 +178,7 @@ def prepare_messages(messages: list[Any], tools: Any) -> None:
     """Let plugins change messages and tools in place. The result is checked.
 
     Raises RequestRefused if a plugin refuses the request, or `messages` is not a list of messages,
-    and PluginFault if a plugin failed, or left something else than a list of messages.
+    and PluginFault if a plugin fails, or if `messages` is then no list of messages.
     """
     check_messages(messages)
     names = " or ".join(each.plugin_name for each in _current.hook.prepare_messages.get_hookimpls())
@@ -242,7 +242,7 @@ class Taken:
         self._safely(self.request.resume, prompt)
 
     def enter(self) -> Prompt | None:
-        """Return the prompt to read; None if stock serves the request. Raises ClientGone."""
+        """Return the prompt to compute; None if stock serves the request. Raises ClientGone."""
         prepared: Prepared | None = self._safely(
             self.request.enter, check=hooks.check_prepared, raised=ClientGone
         )

@@ -39,7 +39,7 @@ _ESCAPES = {i: f"\\x{i:02x}" for i in (*range(0x20), *range(0x7F, 0xA0)) if chr(
 class PrintableFormatter(logging.Formatter):
     """Formats as `stock` does, with control characters escaped, except line ends and tabs.
 
-    Log lines quote clients, and a terminal that shows the log would obey what they send.
+    Log lines quote clients, and a terminal that shows the log would obey control characters.
     """
 
     def __init__(self, stock: logging.Formatter) -> None:
@@ -211,7 +211,7 @@ def ending_cleanly(provider: Any = None, grace_s: float = GRACE_S) -> Iterator[l
 
     def handler(number: int, frame: FrameType | None) -> None:
         if received == [signal.SIGHUP]:
-            received[:] = [number]  # SIGTERM of the session's end often follows
+            received[:] = [number]  # SIGTERM often follows when a session ends
             return
         if number == signal.SIGHUP and received:
             return

@@ -1,7 +1,7 @@
 """How an error ends the server: with one line on stderr.
 
-`_startup` imports this module in every Python process that is started with `--plugin`, so at
-import it needs only the standard library.
+`_startup` imports this module in every Python process that is started with `--plugin`, so
+its own imports are from the standard library.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ else:
 WATCH_S = 0.1
 """How often the connections of waiting clients are checked."""
 POLL_S = 0.01
-"""How often to look whether the last reply has ended, when the server ends."""
+"""Seconds between two checks whether the last reply has ended, when the server ends."""
 PROBE_AGAIN_S = 1.0
 """The pause between the first two probes of a reply; it doubles with each probe."""
 HEADERS_AFTER_S = 2.0
@@ -63,7 +63,7 @@ class ClientConnection(io.BufferedIOBase):
         self.begin_reply()
 
     def begin_reply(self) -> None:
-        """Say that the next bytes are the headers of a reply, in one piece."""
+        """Expect the headers of a reply next, in one piece."""
         self.may_have_left = False
         with self.lock:
             self._has_head = self._is_stream = False
@@ -104,7 +104,7 @@ class ClientConnection(io.BufferedIOBase):
         return written.removeprefix(self._version[: self._n_probes])
 
     def has_left(self) -> bool:
-        """Return whether the client is known to have left. Its bytes are left unread."""
+        """Return whether the client is known to have left. No byte of the client is read."""
         try:
             if _is_ready(self._connection, select.POLLIN):
                 if self._connection.recv(1, socket.MSG_PEEK):
@@ -121,7 +121,7 @@ class ClientConnection(io.BufferedIOBase):
             self._send_if_idle(self._keepalive)
 
     def _send_if_idle(self, make: Callable[[], bytes]) -> None:
-        """Send some bytes; wait neither for the client nor for a thread that writes to it."""
+        """Send bytes; wait neither for the client nor for a thread that writes to the client."""
         if not self.lock.acquire(blocking=False):
             return
         try:
@@ -179,7 +179,7 @@ class Clients:
         self._waiting[client] = request
 
     def end(self, client: ClientConnection) -> None:
-        """The reply has ended. May be called again."""
+        """Stop watching a client whose reply has ended. May be called again."""
         self._waiting.pop(client, None)
 
     def wait_for_none(self, timeout_s: float) -> bool:
@@ -190,11 +190,11 @@ class Clients:
         return not self._waiting
 
     def look(self) -> bool:
-        """Mark requests whose clients have left; say whether more may have left. Any thread."""
+        """Mark requests whose clients left; return whether others may have left. Any thread."""
         for client, request in self._waiting.copy().items():
             if client.has_left():
                 request.client_gone = True
-                self.end(client)  # its thread may have ended without saying so
+                self.end(client)  # its thread may have ended without calling `end`
         return any(client.may_have_left for client in self._waiting.copy())
 
     def watch(self) -> None:
@@ -209,7 +209,7 @@ class Clients:
 
 
 class PluginHTTPServer(StockServer):
-    """Listens as stock's server does; after SIGTERM or SIGHUP, until the begun replies have ended.
+    """Listens like stock's server; after SIGTERM or SIGHUP, until replies that have begun end.
 
     New requests get 503 during that time.
     """

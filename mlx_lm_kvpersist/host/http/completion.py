@@ -20,7 +20,7 @@ from .. import manager
 from ..hooks import ClientRequest, frozen
 
 _MARKS = ("think_start", "think_end", "tool_call_start", "tool_call_end")
-"""The attributes of stock's tokenizer with the marks between which it finds reasoning and calls."""
+"""Attributes of stock's tokenizer: the marks around reasoning and around tool calls."""
 
 
 class Completion:
@@ -64,14 +64,14 @@ class Completion:
         self.tokens: list[Any] = []
         """Stock's responses, for the log probabilities in a reply that is no stream."""
         self._n_read = self._n_added = self._n_reasoning = 0
-        """Tokens that were read, that the parts so far have, and that the reasoning has."""
+        """The numbers of tokens that were read, that parts contain, and that reasoning contains."""
         self._unread = ""
         """The text of calls that could not be parsed."""
         self._has_ended = False
         """Whether all tokens of the reply were read."""
 
     def received(self, request: Any) -> None:
-        """Plugins have seen stock's request. The clients' thread never waits for their headers."""
+        """Record stock's request. Get early headers here: the clients' thread must not wait."""
         self.request = request
         if self.streams:
             self._early_headers = self.plugin_headers(is_early=True)
@@ -82,7 +82,7 @@ class Completion:
         return list(chain(*manager.ask("response_headers", request=seen, is_early=is_early)))
 
     def responses(self, context: Any, responses: Iterable[Any]) -> Iterator[Any]:
-        """Return the reply's tokens, up to a stop word in their text. It begins with `context`."""
+        """Return the reply's tokens, up to a stop word in their text. `context` is stock's."""
         self._context = context
         if self._api is not None and context.tool_parser is not None:
             context.tool_parser = partial(self._parse_call, context.tool_parser)
@@ -189,7 +189,7 @@ class Completion:
             self._client.write(_encoded(events) + done)
 
     def fail(self, status: int, message: str, code: str | None) -> None:
-        """Tell the client why the reply is missing or ends early. Stock closes silently."""
+        """Tell the client why the reply is missing or ends early. Stock would send nothing."""
         with self._client.lock:
             self._client.end_keepalives()
             in_stream = self._api is not None and self._api.refuses_in_stream
@@ -264,9 +264,9 @@ def _encoded(events: Iterable[Event]) -> bytes:
 
 
 class ChatReply:
-    """One reply. Stock's handler makes each chunk, and the whole reply for other clients.
+    """One reply. Stock's handler makes each chunk of a stream, or the whole reply.
 
-    handler: has the request's parameters as attributes, as stock's own handler, and the Completion.
+    handler: has the request's parameters as attributes, like stock's handler, and the Completion.
     """
 
     def __init__(self, handler: Any) -> None:
@@ -289,7 +289,7 @@ class ChatReply:
         return [self._last_chunk]
 
     def end(self, finish_reason: str, stop_word: str | None, usage: Usage) -> list[Event]:
-        self._last_chunk["choices"][0]["finish_reason"] = finish_reason  # it is not sent yet
+        self._last_chunk["choices"][0]["finish_reason"] = finish_reason  # not sent yet
         options = self._handler.body.get("stream_options")
         if not isinstance(options, dict) or not options.get("include_usage"):
             return []
@@ -333,7 +333,7 @@ def _with_reasoning(response: dict[str, Any]) -> dict[str, Any]:
 class StopWords:
     """Cuts a text, which arrives in pieces, at the first complete stop word.
 
-    Text that may be the beginning of a stop word is held back until this is known.
+    Text that may be the beginning of a stop word waits for the next text.
     """
 
     found: str | None = None
@@ -359,7 +359,7 @@ class StopWords:
         return shown
 
     def rest(self) -> str:
-        """Return the text that was held back: the reply has ended without a stop word."""
+        """Return the text that still waits: the reply has ended without a stop word."""
         rest, self._held = self._held, ""
         return rest
 

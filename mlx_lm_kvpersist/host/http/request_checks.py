@@ -164,7 +164,7 @@ def check_model(name: str, own: Sequence[str], loaded: str | None) -> None:
 
 
 def find_on_hub(name: str) -> None:
-    """Raise an exception of the hub, or FileNotFoundError, unless a model is cached or on it.
+    """Raise an exception of the hub, or FileNotFoundError, unless a model is cached or on the hub.
 
     `snapshot_download` does not try again for half a minute if the hub cannot be reached.
     """

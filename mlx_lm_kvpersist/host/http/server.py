@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 class PluginAPIHandler(Stock):  # type: ignore[misc]
-    """Answers as stock does, between the plugins' hooks: an object per connection, on its thread.
+    """Answers as stock does, between the plugins' hooks. Each connection has one object and thread.
 
     A connection that is kept open carries several requests: the next request resets the state of
     the previous one. Stock's `do_POST` parses requests to stock's own paths, and each other API
@@ -74,7 +74,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     """The name of each message in the body of an API other than stock's."""
     close_connection = True  # http.server can refuse a request before it sets this
     generator: Any
-    """The server's response generator, not observed."""
+    """The server's response generator, without an ObservedGenerator."""
     completion: Any = None
     """The `Completion` of the request, while one is generated."""
     stock_response: Callable[..., dict[str, Any]]
@@ -108,7 +108,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             if method := getattr(self, "command", None):
                 path = self.path.partition("?")[0]
                 logger.info(
-                    "kvpersist: the client of %s %s left before its answer's end", method, path
+                    "kvpersist: the client of %s %s left before the end of the answer", method, path
                 )
 
     def handle_one_request(self) -> None:
@@ -356,7 +356,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         return super().handle_text_completions()
 
     def receive(self, request: Any) -> None:
-        """Let plugins see a request before it is queued. They may refuse it."""
+        """Let plugins see a request before it is queued. A plugin may refuse the request."""
         self._status, self._has_replied = 0, False
         self.client.begin_reply()
         if self.clients.look():  # this may be the next prompt of a client that has just left
@@ -424,7 +424,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             self.send_header("Retry-After", str(RETRY_AFTER_S))
 
     def end_headers(self) -> None:
-        """Add the plugins' headers late: without streaming, the reply is then known."""
+        """Add the plugins' headers last: a reply that is no stream is complete by then."""
         completion = self.completion
         if completion is not None and self._status == 0:
             return  # headers of a stream that the client gets as one reply
@@ -464,13 +464,13 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         return {}
 
     def stock_usage(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the last chunk of a stream; stock calls it a `chat.completion`."""
+        """Return the last chunk of a stream, with the right type: stock's is `chat.completion`."""
         response: dict[str, Any] = super().completion_usage_response(*args, **kwargs)
         return {**response, "object": self.object_type}
 
 
 def is_alias(model: str) -> bool:
-    """Tell whether a request names an Anthropic model, which means the server's own."""
+    """Tell whether a request names an Anthropic model: the server's own model replies then."""
     return model.startswith(("claude", "anthropic")) and "/" not in model
 
 
@@ -515,7 +515,7 @@ def serve_ourselves(handler_class: type[Any], generator: Any, work: Callable[[An
 def plugin_run_http_server(stock: Callable[..., None]) -> Callable[..., None]:
     """Return `_run_http_server` with our handler class.
 
-    `run` ignores its handler_class, and `_run_http_server` has stock's as a default argument:
+    `run` ignores its handler_class, and `_run_http_server` has stock's class as a default:
     replacing the name APIHandler would change nothing.
     """
     signature = inspect.signature(stock)

@@ -97,7 +97,7 @@ class Uses:
 class Patch:
     """One replacement of a global of the host.
 
-    target: "module:name". why: its purpose, in a sentence for users. expect: what must be true of
+    target: "module:name". why: the purpose, in a sentence for users. expect: what must be true of
     the unpatched host. replace: takes the original and returns the replacement. verify: takes the
     host's module and raises PatchNotEffective unless the server behaves as patched.
     """
@@ -249,7 +249,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="response_generator",
         target="mlx_lm.server:ResponseGenerator",
-        why="Plugins see messages before and ids after tokenizing, and take requests.",
+        why="Plugins see messages before tokenizing and ids after it, and take requests.",
         expect=(
             Overrides(
                 "ResponseGenerator",
@@ -275,7 +275,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="prompt_cache",
         target="mlx_lm.server:LRUPromptCache",
-        why="Plugins give and save prompt caches; a fetch that leaves no token kills the server.",
+        why="Plugins give and save prompt caches; a fetch that leaves no token ends the server.",
         expect=(
             Overrides("LRUPromptCache", PluginPromptCache, ("fetch_nearest_cache", "insert_cache")),
         ),
@@ -296,7 +296,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="wired_limit",
         target="mlx.core:set_wired_limit",
-        why="Plugins choose how much macOS keeps wired; stock wires all it may, and Macs panic.",
+        why="Plugins choose how much macOS keeps wired; stock wires all it can, and Macs panic.",
         expect=(),
         replace=WiredLimit,
         verify=probes.wired_memory_is_chosen,
@@ -356,7 +356,7 @@ PRIVATE_NAMES: dict[str, Callable[..., None]] = {
 SEVERAL_GPUS = Patch(
     name="several_gpus",
     target="mlx.core:clear_cache",
-    why="It leaves its thread on the last CUDA GPU, where MLX cannot read the first GPU's.",
+    why="It leaves its thread on the last CUDA GPU, where MLX cannot read the first GPU's buffers.",
     expect=(),
     replace=back_on_its_device,
     verify=probes.buffers_are_read_after_clearing,

@@ -186,7 +186,7 @@ def expect(what: str, actual: Any, expected: Any) -> None:
 
 
 def options_reach_plugins(server: ModuleType) -> None:
-    """A parser made as `main` makes its own takes --plugin and a plugin's option."""
+    """A parser that is made as in `main` takes --plugin and a plugin's option."""
     with probing():
         parser = server.argparse.ArgumentParser(description="probe")
         parser.add_argument("--stock", type=int)
@@ -197,7 +197,7 @@ def options_reach_plugins(server: ModuleType) -> None:
 
 
 def loaded_models_make_plugin_caches(server: ModuleType) -> None:
-    """A provider that is made as in `main` and given a model calls plugins and gets caches."""
+    """A provider that is made as in `main` calls plugins when it loads a model, and gets caches."""
 
     def load(*args: Any, return_config: bool = False, **kwargs: Any) -> tuple[Any, ...]:
         model, tokenizer = ProbeModel(), SimpleNamespace(chat_template=None)
@@ -285,7 +285,7 @@ def prompt_cache_asks_plugins(server: ModuleType) -> None:
 
 
 def single_prompts_are_saved(server: ModuleType) -> None:
-    """A prompt that is served alone is computed and saved before stock has its last token."""
+    """A prompt that is served alone is computed and saved before stock gets its last token."""
     with probing() as plugin:
         model: Any = ProbeModel()
         model.make_cache = PluginCaches(model, "probe", plugin.model_loaded())
@@ -328,7 +328,7 @@ def prompts_are_computed_in_turns(server: ModuleType) -> None:
 
 
 def next_id(ids: mx.array, cache: Any) -> mx.array:
-    """A model of the ids 0 to 7, which counts."""
+    """A model that counts: it samples the next of the ids 0 to 7."""
     return mx.eye(8)[(ids + 1) % 8]
 
 
@@ -397,11 +397,11 @@ def packed_keys_attend_themselves(base: ModuleType) -> None:
         queries, ProbeKeys(packed), packed, cache=cache, scale=0.5, mask="causal"
     )
     expect("attention of keys that bring their own", type(attended), tuple)
-    expect("what it was given", attended == (queries, packed, 0.5, "causal"), True)
+    expect("its arguments", attended == (queries, packed, 0.5, "causal"), True)
 
 
 def wired_memory_is_chosen(mlx: ModuleType) -> None:
-    """A batch and a stream set limits; MLX gets one when it is chosen."""
+    """A batch and a stream set limits; MLX gets a limit only when a plugin chooses it."""
     generate: Any = importlib.import_module("mlx_lm.generate")
     expect("function that sets the limit", type(mlx.set_wired_limit), WiredLimit)
     limits: list[int] = []
@@ -455,7 +455,7 @@ def answer(server: ModuleType, request: bytes, **of_generator: Any) -> str:
         def serve_forever(self) -> None:
             self.make_handler(ours, ("127.0.0.1", 0), self)
 
-    # From 0.32.0 on, it has a state machine over text; before, each response had a state.
+    # From 0.32.0 on, the context has a state machine; before, each response had a state.
     states = getattr(server, "TextStateMachine", lambda states: None)({"normal": []})
     context = SimpleNamespace(prompt=[1], prompt_cache_count=0, text_sm=states, tool_parser=None)
     context.has_tool_calling = context.has_thinking = False

@@ -60,7 +60,7 @@ def check() -> None:
 
 
 def check_pair(mlx_lm: str, mlx: str) -> None:
-    """Raise UnsupportedVersion for an mlx-lm out of range, or an mlx too old for it."""
+    """Raise UnsupportedVersion for an unsupported mlx-lm, or an mlx that is too old for it."""
     found_lm, found_mlx = parse(mlx_lm), parse(mlx)
     if not FLOOR <= found_lm < CEILING:
         raise UnsupportedVersion(
@@ -72,7 +72,7 @@ def check_pair(mlx_lm: str, mlx: str) -> None:
     if found_mlx < (oldest := pair.oldest_here):
         why = "the pair does not serve"
         if found_mlx >= pair.oldest_mlx:
-            why = "this mlx computes wrongly on some Macs and dies of GPU errors"
+            why = "this mlx computes wrongly on some Macs, and GPU errors end it"
         raise UnsupportedVersion(
             f"found mlx-lm {mlx_lm} with mlx {mlx}, expected mlx {text(oldest)} or newer: {why}; "
             f"install one: pip install 'mlx>={text(oldest)}'"

@@ -66,7 +66,7 @@ class Decision:
 
 
 def plugin_batch_generator(stock: type[Any]) -> Callable[..., Any]:
-    """Return a factory of batch generators: ours for a model whose caches a plugin makes."""
+    """Return a factory of batch generators: ours if a plugin makes the model's caches."""
     ours = type(PluginBatchGenerator.__name__, (PluginBatchGenerator, stock), {})
 
     @wraps(stock, updated=())
@@ -119,7 +119,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         return uids
 
     def next(self) -> tuple[list[Any], list[Any]]:
-        """Make one step of the replies, then compute one chunk of one prompt, or of several.
+        """Make one step of the replies, then compute one chunk of one or more prompts.
 
         Returns stock's responses for prompts and for replies. At the end of a segment stock asks
         for a prompt's caches, and saves them. If both lists are empty, stock looks for requests.
@@ -128,7 +128,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             return [], []
         with mx.stream(self.stream):
             for response in self._tokens:
-                response.prompt_cache = None  # saved; stock keeps the list for another step
+                response.prompt_cache = None  # already saved; stock keeps the list for another step
             self._progress = []
             self._tokens, step_s = self._decode()
             if not self._is_short:
@@ -258,7 +258,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             self._guarded(chunk, partial(self._compute, chunk, decision.error), "prompt")
 
     def _weigh(self, running: tuple[int, ...], stopped: Collection[int]) -> bool:
-        """Tell the plugin which sequences run, if changed; return whether to park a reply."""
+        """Tell the plugin which sequences run, if they changed; return whether to park a reply."""
         if running == self._weighed:
             return False
         self._weighed = running
@@ -331,7 +331,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             self.prefills.all.append(prompt)
 
     def _batch_of(self, prompt: Prefill) -> Any:
-        """Return a batch of stock's with one row, whose caches the plugin has made."""
+        """Return a stock batch of one row, with the caches that the plugin has made."""
         batch = PromptProcessingBatch(
             model=self.model,
             uids=[prompt.uid],
@@ -359,7 +359,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
                 prefill.segments.pop(0)
                 response.end_of_segment = True
             elif isinstance(prefill.tokens, TakenTokens):
-                # The client may leave, or the process may be killed.
+                # Saved now: the client may leave, or the process may be killed.
                 caches = prefill.batch.extract_cache(0)
                 prefill.tokens.taken.insert(prefill.tokens, caches, PREFILL)
             self._progress.append(response)
@@ -386,13 +386,13 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         return PromptProcessingBatch.Response(prompt.uid, (n_done, prompt.n_tokens), is_end, is_end)
 
     def _copy_rows(self) -> None:
-        """Evaluate the caches of the rows that were added or stayed."""
+        """Evaluate the caches if rows were added or removed."""
         if self.replies.uids != self._copied:
             self._copied = list(self.replies.uids)
             self._eval_parts(self.replies.prompt_cache)
 
     def _eval_parts(self, caches: Sequence[Any]) -> None:
-        """Evaluate caches some layers at a time: MLX frees no old cache before all are made."""
+        """Evaluate caches some layers at a time: MLX frees old arrays only after an evaluation."""
         n_bytes, layers = 0, list[Any]()
         for cache in caches:
             n_bytes += cache.nbytes
@@ -404,10 +404,10 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
     # Failures. Stock removes a request after a response if its context was told to stop.
 
     def _guarded(self, prefills: Collection[Prefill], act: Callable[[], None], step: Step) -> None:
-        """Act on prompts. An exception ends the request of a prompt that is alone.
+        """Call `act` for prompts. An exception ends the request of a prompt that is alone.
 
-        Several prompts are computed again, each alone: only the faulty prompt fails, and a single
-        prompt needs less memory.
+        Several prompts are then computed again, each alone: only the faulty prompt fails, and a
+        single prompt needs less memory.
         """
         try:
             act()

@@ -3,8 +3,8 @@
 The model provider tells plugins of each model; a plugin's answer becomes the model's
 `PluginCaches`. The provider also knows a model's names and its context length.
 
-The server ends when the device computes nothing. After some errors a device refuses all work until
-the process ends: macOS does so after repeated time-outs of the GPU.
+The server ends if the device computes nothing any more. After some errors a device refuses all
+work until the process ends: macOS does so after repeated time-outs of the GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LENGTHS = (
     *("max_position_embeddings", "n_positions", "n_ctx"),
     *("max_sequence_length", "max_seq_length", "max_seq_len", "seq_length", "seq_len"),
 )
-"""Fields of a config.json with the tokens that a model was trained for."""
+"""Fields of a config.json with the number of tokens that a model was trained for."""
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 """The fields in which a model that also reads images has the configuration of its text part."""
 _STRETCHES = ("linear", "dynamic")
@@ -129,7 +129,7 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
             raise
 
     def load(self, model_path: Any, adapter_path: Any = None, draft_model_path: Any = None) -> Any:
-        """Load like stock; the adapter of the command line is the default of its model."""
+        """Load like stock; for the command line's model, its adapter is the default."""
         if model_path in ("default_model", *self._own_names) and self.cli_args.model is not None:
             model_path = self.cli_args.model
             adapter_path = adapter_path or self.cli_args.adapter_path
@@ -165,7 +165,7 @@ def renders_images(tokenizer: Any, processor: Any) -> bool:
             messages = [{"role": "user", "content": [image]}]
             if processor.image_token in tokenizer.apply_chat_template(messages, tokenize=False):
                 return True
-        except Exception:  # no template, or one that expects a text
+        except Exception:  # no template, or the template expects a text
             continue
     return False
 
@@ -265,9 +265,9 @@ def _is_length(value: Any) -> bool:
 class WiredLimit:
     """Replaces `mx.set_wired_limit`: the host sets a limit, and plugins choose the real limit.
 
-    mlx-lm sets it when its server starts, around each batch, and around a single stream. MLX gets
-    no limit before a model is loaded, because the model's size decides. MLX wires what is already
-    allocated when its limit grows (`ResidencySet::resize`), so a late limit loses nothing.
+    mlx-lm sets a limit when its server starts, around each batch, and around a single stream. MLX
+    gets no limit before a model is loaded, because the model's size decides. When its limit grows,
+    MLX also wires the allocated memory (`ResidencySet::resize`), so a late limit loses nothing.
     """
 
     asked_bytes = 0
@@ -309,7 +309,7 @@ class StepFailures:
             self._n["reply"] = 0
 
     def failed(self, error: Exception, step: Step) -> None:
-        """A step failed, and its clients got errors.
+        """Count a failed step, whose clients got errors.
 
         Raises DeviceFailed if the device computes nothing, or too many steps failed in a row.
         """

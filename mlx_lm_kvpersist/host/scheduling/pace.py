@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 _SHORT = 64
-"""A chunk of at most this many tokens may take only overhead."""
+"""The time of a chunk of at most this many tokens may be only overhead."""
 
 _MOST_FOR_OVERHEAD = 256
 """If overhead dominates, a chunk may be longer than its time allows, up to this length."""
@@ -17,7 +17,7 @@ _USUAL_CHUNK = 512
 _LEAST_S = 1e-9
 
 _MUCH_FASTER = 8.0
-"""If tokens of the second chunk are this many times faster than those in the first, the first did
+"""If tokens of the second chunk are this many times faster than in the first, the first chunk did
 not measure the model: CUDA compiles kernels for a minute in the first chunk of a server."""
 
 
@@ -38,7 +38,7 @@ class Pace:
     """How long chunks take to compute, without the steps of replies between them.
 
     Cost grows with position: there is one linear fit, by least squares, for each power of two of
-    the position. The generation thread learns; any thread may ask.
+    the position. The generation thread measures; any thread may read.
     """
 
     _KEEP = 0.7
@@ -50,7 +50,7 @@ class Pace:
         self._sizes: set[int] = set()
 
     def learn(self, position: int, n_tokens: int, seconds: float) -> None:
-        """Learn that a chunk of `n_tokens` after `position` cached ones took `seconds`.
+        """Learn that a chunk of `n_tokens` after `position` cached tokens took `seconds`.
 
         The first chunk of a size, or in a range, may be slow because kernels are compiled for it.
         """
@@ -70,8 +70,8 @@ class Pace:
     def tokens(self, position: int, seconds: float) -> int:
         """Return how many tokens can be computed in `seconds`; 0 while no chunk was measured.
 
-        The result is at most four times the length of recent chunks. If overhead alone takes that
-        time, the result takes as long as the overhead: fewer tokens would hardly be faster. An
+        The result is at most four times the length of recent chunks. If overhead takes most of
+        the time, the tokens may take as long as the overhead: fewer would hardly be faster. An
         unknown position counts as twice as slow as the last measured position before it.
         """
         place = position.bit_length()

@@ -1,8 +1,8 @@
 """The prompts that are being computed: their order, chunk sizes, and prompts that share a call.
 
 The prompt of a request that is served alone is computed in the same chunks, and plugins save each
-chunk. Stock would compute it in one call, and lose it if the client left. Stock computes the last
-token and the reply. Generation thread.
+chunk. Stock would compute it in one call, and lose it if the client left. Only the last token and
+the reply are left to stock. Generation thread.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from .model_provider import PluginCaches, caches_of
 from .waiting import ASK_EVERY, WEIGH_EVERY
 
 CHUNKS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
-"""Sizes of chunks: few, because devices compile or tune kernels for each."""
+"""Sizes of chunks: few, because devices compile or tune kernels for each size."""
 
 ROUND = 64
-"""Long chunks end at multiples of this."""
+"""Long chunks end at multiples of this number."""
 
 IDLE_CHUNK_S = 0.3
 """How long a chunk may take while no replies run. A prompt that arrives waits for the chunk."""
@@ -40,11 +40,11 @@ MOST_PASSED_OVER = 3
 """After this many chunks of other prompts, the oldest prompt runs."""
 
 MOST_DRAFTED = 32
-"""The most tokens of a draft model that are checked at once. Caches can take back this number."""
+"""The most tokens of a draft model that are checked at once. Caches can trim this number."""
 
 
 def chunk_size(position: int, most: int) -> int:
-    """Return how many of `most` tokens are computed at once after `position` cached ones.
+    """Return how many of `most` tokens are computed at once after `position` cached tokens.
 
     Long chunks that end at round positions have the same shapes as earlier chunks.
     """
@@ -65,7 +65,7 @@ def peak_memory() -> Callable[[], int]:
 def most_tokens(
     limits: PrefillLimits, position: int, step_size: int, stall_s: float | None = None
 ) -> int:
-    """Return how many tokens may be computed now, by memory and time, after `position` cached ones.
+    """Return how many tokens memory and time allow to compute after `position` cached tokens.
 
     stall_s: how long replies may wait; None while no reply runs.
     """
@@ -79,7 +79,7 @@ def most_tokens(
 
 @dataclass(eq=False)
 class Prefill:
-    """A prompt from the queue until its reply begins. The first fields equal stock's queue items.
+    """A prompt from the queue until its reply begins. The first fields are stock's.
 
     `segments` are the ids that are left; the last segment is one id, with which the reply begins.
     `caches`, one per layer, hold `tokens`; once the prompt is being computed, `batch` has them.
@@ -98,11 +98,11 @@ class Prefill:
     row: Any = None
     """Stock's batch of a parked reply, without caches: it has the next token and the counters."""
     is_alone: bool = False
-    """Whether it was parked, or failed with other prompts: then computed in separate calls."""
+    """Whether it is computed in separate calls: it was parked, or failed with other prompts."""
     batch: Any = None
     """A batch of stock's with this row."""
     n_tokens: int = field(init=False)
-    """How many ids the segments had before the first was computed."""
+    """How many ids the segments had before any id was computed."""
     passed_over: int = 0
     has_waited: bool = False
     """Whether it was ready before, and other prompts were computed first."""
@@ -127,7 +127,7 @@ class Prefill:
 
 
 class Prefills:
-    """The prompts that are being computed. Rank 0 alone decides; all compute."""
+    """The prompts that are being computed. Rank 0 alone decides; all ranks compute."""
 
     def __init__(self, model: Any, caches: PluginCaches, step_size: int) -> None:
         self._model, self._caches, self._limits = model, caches, caches.limits
@@ -167,7 +167,7 @@ class Prefills:
     ) -> dict[int, int]:
         """Return how many tokens of which prompts to compute, first of the prompt `turn`.
 
-        If its segment ends, prompts whose segments end join it while all fit, padded, in a chunk.
+        If its segment ends, other prompts whose segments end join it, if they fit when padded.
         """
         most, widest = self._most_tokens(turn, step_s), len(turn.segments[0])
         sizes = {turn.uid: min(chunk_size(len(turn.tokens), most), widest)}
@@ -197,7 +197,7 @@ class Prefills:
         return most_tokens(self._limits, len(prefill.tokens), self._step_size, stall_s)
 
     def compute(self, chunk: dict[Prefill, int], *, beside: bool) -> None:
-        """Compute the tokens that were decided. The logits are never evaluated.
+        """Compute the decided chunk. The logits are never evaluated.
 
         If the caches cannot be joined, only the first prompt is computed and stays in `chunk`.
         """
@@ -217,7 +217,7 @@ class Prefills:
         )
 
     def _joined(self, chunk: dict[Prefill, int]) -> tuple[list[Any], int]:
-        """Return a cache for each layer, and the tokens of each prompt with its padding."""
+        """Return a cache for each layer, and how many tokens each prompt has with its padding."""
         turn, *_ = chunk
         n_tokens = tuple(chunk.values())
         width, furthest = max(n_tokens), max(len(prefill.tokens) for prefill in chunk)
@@ -229,7 +229,7 @@ class Prefills:
             # A model makes one mask for all layers of a kind: their caches must need the same.
             classes = {getattr(cache, "kind", None): type(cache) for cache in caches}
             is_one_mask = None not in caches and set(classes.values()) == set(map(type, caches))
-            # All ranks have layers of the same kinds.
+            # The ranks must agree, because they have layers of the same kinds.
             self._caches.ranks.note(is_one_mask)
             if is_one_mask:
                 return caches, width
@@ -254,7 +254,7 @@ class Prefills:
                 batch.extend(prefill.batch)
         for cache in batch.prompt_cache:
             if hasattr(cache, "finalize"):
-                cache.finalize()  # a state would count its padding on, and no step evaluates that
+                cache.finalize()  # otherwise each step changes a state's padding, never evaluated
         return batch
 
 
@@ -263,7 +263,7 @@ def _groups(
 ) -> list[list[int]]:
     """Return the uids of prompts with one token left, in groups that begin to reply together.
 
-    The processors of a request may fail, so it begins in a group of its own. If no replies run,
+    A request with processors, which may fail, begins in a separate group. If no replies run,
     ready prompts wait for one chunk of prompts with few tokens left, because chunks are short while
     replies run.
     """

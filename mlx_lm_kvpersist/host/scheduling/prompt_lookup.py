@@ -19,9 +19,9 @@ from typing import Any
 import mlx.core as mx
 
 N_LAST = 4
-"""Ids that must have occurred before, so that the ids that followed are drafts."""
+"""If this number of last ids occurred before, the ids that followed them are drafts."""
 N_SHOWN = 16
-"""The last ids for which a plugin returns the next ids."""
+"""The number of last ids that a plugin gets, to return ids that may follow."""
 MOST_DRAFTED = 16
 """The most drafts of one step."""
 MOST_CREDIT = 4.0
@@ -33,7 +33,7 @@ _INDEXED_AT_ONCE = 2048
 
 
 class Occurrences:
-    """The last ends of runs of `N_LAST` ids of one sequence; older ids are indexed gradually."""
+    """The last position of each run of `N_LAST` ids; older ids are indexed gradually."""
 
     def __init__(self, uid: int, ids: list[int]) -> None:
         self.uid, self.ids = uid, ids
@@ -52,7 +52,7 @@ class Occurrences:
         self._oldest = until
 
     def after(self, run: Sequence[int], n: int) -> list[int]:
-        """Return up to `n` ids that followed the last such run, none if it has not occurred."""
+        """Return up to `n` ids that followed a run where it last occurred; none for a new run."""
         end = self._ends.get(tuple(run))
         return [] if end is None else list(self.ids[end : end + n])
 
@@ -75,8 +75,8 @@ class PromptLookup:
     def next(self, batch: Any) -> tuple[list[Any], bool]:
         """Make a step of stock's batch; return its responses, and whether ids were drafted.
 
-        Ids are drafted for a single reply without processors, which see one token at a time. Such
-        a step has several responses, in order, and none follows the end of the reply.
+        Ids are drafted only for a single reply without processors, because these see one token at
+        a time. A step with drafts has several responses, in order, up to the end of the reply.
         """
         if len(batch) != 1 or any(batch.logits_processors):
             return batch.next(), False
@@ -105,7 +105,7 @@ class PromptLookup:
     def _ids(self, batch: Any) -> list[int]:
         """Return the next token and its drafts; nothing if no draft is known.
 
-        The device may still compute that token. The method waits only if drafts are possible.
+        The device may still compute the next token: wait for it only if drafts are possible.
         """
         (uid,), (ids,), n_most = batch.uids, batch.tokens, batch.max_tokens[0]
         n_room = self._most_taken_back(batch.prompt_cache) - 1  # the next token stays
@@ -121,7 +121,7 @@ class PromptLookup:
         due = batch._next_tokens.item()
         if drafted[0] != due:
             drafted = [due, *self._after([*ids[-N_SHOWN:], due], n_ids)]
-        n_logits = batch._next_logprobs[0].shape[-1]  # beyond it, MLX would read other memory
+        n_logits = batch._next_logprobs[0].shape[-1]  # for larger ids, MLX would read other memory
         drafted = list(takewhile(lambda token: token < n_logits, drafted))
         return drafted if len(drafted) > 1 else []
 

@@ -43,7 +43,7 @@ ARRIVING_S = 0.1
 _N_BEFORE = 8
 """The number of tokens before a reply that are decoded together with its first tokens."""
 LOOK_S = 0.005
-"""How often to look whether the request is still being read."""
+"""Seconds between two checks whether a request is still being read."""
 FAILED_S = 1.0
 """How long a server whose generation thread has failed still answers, with an error."""
 
@@ -69,7 +69,7 @@ class RequestQueue(Queue[Any]):
         ARRIVING.pop(threading.get_ident(), None)
 
     def close(self, error: Exception) -> None:
-        """Answer all requests that are queued or being served with `error`, and refuse new ones."""
+        """Send `error` to all requests that are queued or being served, and refuse new requests."""
         with self._closing:
             self.refusal = error
             for reply_queue in self._reply_queues:
@@ -79,7 +79,7 @@ class RequestQueue(Queue[Any]):
 class PluginResponseGenerator(Stock):  # type: ignore[misc]
     """Tokenizes as stock does, between the plugins' hooks. Generation thread.
 
-    Stock calls `_next_request` without catching exceptions: nothing in it may raise. If the thread
+    Stock calls `_next_request` without catching exceptions: it must never raise. If the thread
     ends, the server ends; stock's server would continue without generating.
     """
 
@@ -111,9 +111,9 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _next_request(self, timeout: float | None = None) -> Any:
         """Return the next request that stock is to serve, None if there is none now.
 
-        Stock gives no timeout while it serves a batch, and then nothing here waits. No request for
-        another model, or that cannot be batched, passes other requests, because it would end the
-        batch. While nothing is served, the oldest request enters at once.
+        Stock gives no timeout while it serves a batch; this method then does not wait. A request
+        for another model, or that cannot be batched, passes no other request, because it would end
+        the batch. While nothing is served, the oldest request enters at once.
         """
         self._has_looked = True
         self._set_serving(timeout is None)
@@ -190,7 +190,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _wait_s(self) -> float | None:
         """Return how many seconds to wait for a request that arrived with the first of a batch.
 
-        Its thread reads or tokenizes it now. The first request would otherwise run alone.
+        Its thread still reads or tokenizes it. The first request would otherwise run alone.
         """
         if self._has_stepped or self._ranks.are_several:
             return None
@@ -201,7 +201,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _looks_first(self) -> bool:
         """Whether stock looks for requests before the next step; never twice in a row.
 
-        A batch that ends for another model is not joined by any request.
+        No request joins a batch that ends because another model is asked for.
         """
         self._has_looked = not self._has_looked and self._is_asked_of_all()
         self._has_stepped |= not self._has_looked
@@ -567,7 +567,7 @@ def with_first_space(tokens: Iterable[Any], prompt: Sequence[int], tokenizer: An
 class Look:
     """Rank 0's answer when stock looks for a request.
 
-    `arrived`: the new requests in the form of `_shareable`. `place`: the place of the entering
+    `arrived`: the new requests in the form of `_shareable`. `place`: the index of the entering
     request among waiting requests, or None. `is_gone`: whether its client has left.
     """
 

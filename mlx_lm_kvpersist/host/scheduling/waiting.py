@@ -16,7 +16,7 @@ GAP_S = 0.05
 """How long new requests may work between two steps of the replies."""
 
 QUIET_GAP_S = 0.25
-"""The same while no reply has begun: prompts that arrive together are computed together."""
+"""The same limit while no reply has begun, so that prompts are computed together."""
 
 WORK_S = 0.005
 """If a plugin took longer to answer, it counts as having worked for the request."""
@@ -27,9 +27,9 @@ LARGE_S = 0.25
 WEIGH_EVERY = 32
 """The number of reply tokens after which memory is counted, although no reply began or ended."""
 ASK_EVERY = 8
-"""The number of steps after which several ranks ask rank 0; they wait for the answer."""
+"""Several ranks ask rank 0 only after this number of steps: they wait for its answer."""
 ARRIVING: dict[int, float] = {}
-"""The HTTP threads, by their numbers, that read or tokenize a request now, and since when."""
+"""When each HTTP thread that reads or tokenizes a request now began, by thread number."""
 
 
 class ReplyQueue:
@@ -156,7 +156,7 @@ class AdmissionQueue(deque[Waiting]):
     """Whether some requests must wait until after the next step."""
 
     def step_ended(self) -> bool:
-        """Let waiting requests progress; return whether to check again before the step."""
+        """Let waiting requests progress; return whether to check again before the next step."""
         self._begin_gap()
         return self._is_behind or any(one.is_ready or one.reply.is_gone for one in self)
 
