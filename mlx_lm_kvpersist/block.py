@@ -14,7 +14,7 @@ from typing import ClassVar
 from .image_ids import ids_of, words_of
 
 KEY_BYTES = 16
-"""Two different prefixes share a key by accident once in about 2**64 blocks."""
+"""By accident, two different prefixes have the same key once in about 2**64 blocks."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Root:
     model: str = field(default="", compare=False)
 
     def shares_tenant(self, root: Root) -> bool:
-        """Whether two roots are for the same tenant, and session."""
+        """Whether two roots have the same tenant and session."""
         return (self.namespace, self.session) == (root.namespace, root.session)
 
     @cached_property

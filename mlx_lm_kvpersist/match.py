@@ -106,7 +106,7 @@ class TokenText:
         return list(compress(count(), map(controls.__contains__, ids))) if controls else []
 
     def controls(self, ids: Sequence[int], pending: bytes = b"") -> list[tuple[int, int]]:
-        """Return control tokens and images' first tokens, each with the characters before it."""
+        """Return control tokens and images' first tokens, with the number of earlier characters."""
         controls, n_chars, start = [], 0, 0
         for place in self.control_places(ids):
             text, pending = self.feed(ids[start : place + 1], pending)
@@ -136,7 +136,7 @@ class TokenText:
         return self.feed(takewhile(lambda i: i < 0 or i in self._pieces, ids), pending)[0]
 
     def feed(self, ids: Iterable[int], pending: bytes = b"") -> tuple[str, bytes]:
-        """Decode the next tokens of a sequence; return their text and the bytes left pending."""
+        """Decode the next tokens of a sequence; return their text and the pending bytes."""
         decoder = _Decoder("replace")
         decoder.setstate((pending, 0))
         text = decoder.decode(self.to_bytes(ids))
@@ -272,7 +272,7 @@ def match_prompt(
 ) -> Match:
     """Find the longest stored prefix of a prompt that ends with a token, and not inside an image.
 
-    With `tokens`, the prompt is a text; without, it is packed ids, and `n_chars` counts bytes.
+    With `tokens`, the prompt is a text; otherwise it is packed ids, and `n_chars` counts bytes.
     `packed_ids` are the ids of the text, if `tokens` covers them all: `tokens` then covers every
     block that has the same ids. The match then ends before a control token that is spelled with
     ordinary tokens on one side.
@@ -424,7 +424,7 @@ def _cut(step: _Step, prompt: Any, tokens: TokenText | None) -> tuple[int, int]:
 
 
 FEW = 16
-"""If a block has at most this number of children, all of them are compared with the prompt."""
+"""If a block has at most this number of children, all children are compared with the prompt."""
 
 MAX_ALIKE = 64
 """At most this number of blocks with the same text is compared with the prompt."""
@@ -432,7 +432,7 @@ MAX_ALIKE = 64
 _MAX_STEPS = 64
 
 Find = Callable[[Literal[">", "<="], "str | bytes"], list[Block]]
-"""Finds the first block with a greater text or ids (">"), or all with the last up to it ("<=")."""
+"""Finds the first block with a greater text or ids (">"), or all last ones up to it ("<=")."""
 
 
 def nearest(ahead: str | bytes, find: Find) -> list[Block]:
@@ -468,7 +468,7 @@ class Splice(NamedTuple):
 def splice(
     prompt: Sequence[int], text: str, match: Match, tokens: TokenText, encode: Encode
 ) -> Splice | None:
-    """Return the prompt with the matched ids in front; None if its text or a control token changes.
+    """Return the prompt with the matched ids in front; None if the text or a control token changes.
 
     `text` is the decoded `prompt`. A cut in the middle of a stored branch moves back to the end of
     a token that the prompt also has. The prompt's own ids follow. At the end of a stored branch, if
@@ -501,7 +501,7 @@ def splice(
 
 
 def _ends(ids: Sequence[int], text: str, tokens: TokenText) -> Sequence[float]:
-    """Return each token's end in bytes; in characters if `text` has a replacement character.
+    """Return each token's end in bytes, or in characters if `text` has a replacement character.
 
     A byte that is not valid text becomes a replacement character of three bytes. Counting
     characters takes ten times as long. An end inside a character counts half.

@@ -151,7 +151,7 @@ class KVPersistPlugin:
 
     def _refuse(self, provider: Any, why: str) -> None:
         self._refusal = why
-        provider.cli_args.kv_bits = self._config.stock_kv_bits  # stock quantizes here
+        provider.cli_args.kv_bits = self._config.stock_kv_bits  # stock quantizes this model
         if provider.model_key[0] not in self._refused:
             self._refused.add(provider.model_key[0])
             logger.warning("kvpersist: served as stock does, nothing is kept: %s", why)
@@ -236,7 +236,7 @@ class KVPersistPlugin:
         state = RequestState.of(request)
         state.move(Stage.DONE)
         if (serving := self._serving) and request.client_gone:
-            serving.remember(state)  # otherwise sending the reply remembers it
+            serving.remember(state)  # otherwise `reply_sent` remembers the reply
         outcome = state.outcome
         self._metrics.observe((outcome.kind if outcome else Kind.STOCK).value, times_s)
         record = self._log.timed(state.id, round(times_s[0], 4) if times_s else None)

@@ -44,7 +44,7 @@ LOADING_S = 1800.0
 """The same limit while a model is being loaded."""
 _CONNECT_S = 10.0
 _LOOK_S = 1.0
-"""How often a rank checks whether its parent process still runs."""
+"""The seconds between two checks whether a rank's parent process still runs."""
 
 
 class Ranks:

@@ -97,7 +97,7 @@ class _Tested:
         self.ask("shutdown")
 
     def ask(self, hook: str, **given: Any) -> Any:
-        """Call a hook as the server does; return None if that fails."""
+        """Call a hook as the server does; return None after an error."""
         return self._guarded(hook, lambda: manager.ask(hook, **given))
 
     def _guarded(self, hook: str, act: Callable[[], Any]) -> Any:

@@ -1,7 +1,7 @@
 """Images and files in messages: a line of text replaces content that the model cannot read.
 
 A client sends the whole conversation with each turn. So an attachment is refused only in the newest
-question. In other messages a line replaces it, always the same line, so the prompt does not change.
+question. In other messages a line replaces it. This line stays the same, so the prompt does, too.
 
 After a refusal Claude Code joins the next question to the refused message: the attachment, its
 text, the new text. If the server refused that message too, the conversation would end.

@@ -6,7 +6,7 @@ it first matters. A conversation that the template renders is left unchanged. Th
 a system message that the template leaves out, moves, or counts as the assistant's: otherwise the
 next turn would change the prompt or be refused.
 
-An adaptation depends on the messages up to its own, so the prompts of a conversation only grow.
+An adaptation depends only on earlier messages, so the prompts of a conversation only grow.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Template:
         return fitted
 
     def refused(self, messages: list[Message], tools: Any, *, continues: bool) -> int | None:
-        """Return the `PLACE` of the first message that cannot be rendered, None if all can.
+        """Return the `PLACE` of the first message that cannot be rendered, or None.
 
         messages: the request's, before `fit` adapted them.
         """
@@ -116,7 +116,7 @@ class Template:
     def rendered(
         self, messages: Sequence[Message], tools: Any = None, *, continues: bool = False
     ) -> str | None:
-        """Return the text that the server makes of messages, None if that fails."""
+        """Return the text that the server makes of messages; None after an error."""
         options = {**self._arguments, "tokenize": False, "tools": tools or self._tools}
         if continues:
             options["continue_final_message"] = True
@@ -300,7 +300,7 @@ class _Fitting:
     def _fit_result(
         self, message: Message, calls: list[dict[str, Any]]
     ) -> tuple[Message, dict[str, Any] | None]:
-        """Return a tool's result with its call's id, and the call if it is known.
+        """Return a tool's result with its call's id, and the call, if known.
 
         calls: the calls without a result; the result's call is removed from them.
         """
@@ -350,7 +350,7 @@ class _Fitting:
         if kind == "tool" and not template.reads_calls():
             return False
         if kind not in _JOINS and not template.fits(["user", "assistant"], kind):
-            return False  # a template that counts messages may accept any role second
+            return False  # a template that counts messages may accept any role as the second
         return template.fits(self._kinds, kind)
 
     def _append(self, message: Message, kind: str) -> None:
@@ -384,7 +384,7 @@ class _Fitting:
         self.fitted[-1] = {**last, **merged}
 
     def _ask(self) -> None:
-        """Put an empty question after the first system messages, if a template requires it."""
+        """Put an empty question after the first system messages, if a template requires one."""
         roles, kinds = [message.get("role") for message in self.fitted], self._kinds
         n = next((i for i, kind in enumerate(kinds) if kind != "system"), len(kinds))
         spoken = self._template.spoken
@@ -453,7 +453,7 @@ def _calling(arguments: Any, ids: Sequence[Any] = _CALL_IDS[:1]) -> Message:
 
 
 def _result(call_id: Any, name: str | None) -> Message:
-    """Return the result of a call that has no result."""
+    """Return a result for a call, which says that the client sent none."""
     fields = {"role": "tool", "content": NO_RESULT, "tool_call_id": call_id, "name": name}
     return without_null(fields)
 

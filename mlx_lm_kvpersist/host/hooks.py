@@ -119,7 +119,7 @@ class Prompt:
     """A tokenized prompt, cut into segments as `ResponseGenerator._tokenize` does.
 
     The segments joined are `ids`; `segment_types` names each as "system", "user" or "assistant".
-    `messages` are the messages that it was rendered from. All sequences become tuples.
+    `messages` are the messages from which it was rendered. All sequences become tuples.
 
     An image is a run of negative ids: the first is its SHA-256, below -(2**256), and all further
     ids are -1. They stand for the image in the model's input, and do not change. In `messages` an
@@ -190,7 +190,7 @@ class ModelSupport:
     limits of the draft model, if one was loaded. A single reply that repeats itself or
     `TakenRequest.draft_ids` is computed several tokens at a time. `most_taken_back(caches)` returns
     how many tokens one call may append to a batch's caches so that `trim` can remove any number of
-    them; by default none.
+    them; the default is 0.
 
     `weigh(replies, prompts, n_bytes)` records the running sequences, and returns whether the
     replies fit while they grow. It is called when sequences begin, end or grow by more than a few

@@ -1,4 +1,4 @@
-"""The plugin manager: loads plugins by name, asks their hooks, and serves what they take.
+"""The plugin manager: loads plugins by name, and calls their hooks and their requests.
 
 The current manager is the package's one global. It is looked up at every call, so that a probe can
 replace it. Plugins are asked in the order of the command line.
@@ -232,13 +232,13 @@ class Taken:
     def advance(self) -> bool:
         """Tell whether the request can enter; True if its plugin fails.
 
-        Raises RequestRefused if the plugin does.
+        Raises RequestRefused if the plugin raises it.
         """
         ready = self._safely(self.request.advance, raised=RequestRefused)
         return ready is None or bool(ready)
 
     def resume(self, prompt: Prompt) -> None:
-        """Let the request enter once more, with another prompt."""
+        """Let the request enter again, with another prompt."""
         self._safely(self.request.resume, prompt)
 
     def enter(self) -> Prompt | None:

@@ -1,7 +1,7 @@
 """From a prompt to restored caches: match the prompt, read the stored blocks, join and check them.
 
 The HTTP thread of a request makes its lookup before the request is queued. The lookup matches the
-prompt with the stored text, splices stored ids into the prompt, and finds why no more tokens are
+prompt with the stored text, splices stored ids into the prompt, and finds why other tokens are not
 stored. The generation thread then restores the caches. The time of a restore grows with the blocks
 and with the tokens after the last stored block, but not with the length of the prompt.
 
@@ -45,13 +45,13 @@ MIN_PREFETCH_BYTES = 8 << 20
 """Fewer bytes are not prefetched: reading them takes one or two steps of the replies."""
 
 MIN_STEPWISE_BYTES = 64 << 20
-"""Fewer bytes are joined at once: this takes as long as one or two steps of the replies."""
+"""Fewer bytes are joined at once: joining them takes one or two steps of the replies."""
 
 MAX_MATCHED_TOKENS = 2048
 """A longer prompt is not matched by text, or spliced, on the generation thread."""
 
 _LOOK_S = 0.1
-"""How often a restore checks whether its client has left."""
+"""The seconds between two checks of a restore whether its client has left."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +174,7 @@ class Lookup:
         return match_prompt(source, self.root.key, packed)
 
     def _to_use(self, stored: StoredPrefix, match: Match, text: str | None) -> StoredPrefix:
-        """Return the prefix with the number of tokens to restore, and the reason why not more.
+        """Return the prefix with the number of tokens to restore, and why no more are used.
 
         Without `text`, other trees are not searched again for the reason.
         """
@@ -239,7 +239,7 @@ class Lookup:
         return self._prefetch is not None or is_large
 
     def hold(self) -> None:
-        """Pin the needed blocks that are in RAM until `let_go` or `close`."""
+        """Until `let_go` or `close`, pin the needed blocks that are in RAM."""
         point = None
         with suppress(Exception):  # the restore reports the error, to all ranks
             point = None if self._pinned else self._point()
@@ -399,8 +399,8 @@ class Lookup:
         Yields after each block, and after some buffers have been made. Adds the records that were
         read from lower tiers to `read`. Returns None, and adds a key to `lost`, if a read fails.
 
-        in_steps: whether replies run between the steps: then no step may be long. If not, and if
-        all blocks are in RAM, they are joined at once, which takes less time.
+        in_steps: whether replies run between the steps: then no step may be long. Otherwise,
+        if all blocks are in RAM, they are joined at once, which takes less time.
         """
         spec, store, needed = self.model.spec, self._store, point.needed
         n_read: Counter[int | str] = Counter()
@@ -456,7 +456,7 @@ class Lookup:
         return _Joined(point.n_tokens, caches, max(n_read.values(), default=0), slowest)
 
     def _outcome(self, joined: _Joined, n_wanted: int) -> Outcome:
-        """Return how many tokens were reused, and why not more."""
+        """Return the outcome: how many tokens were reused, and why no more were."""
         stored, n_reused = self.stored, joined.n_tokens
         ids, granule = stored.prompt.ids, self.model.saver.granule
         is_all_stored = stored.match.n_tokens >= len(ids) - 1

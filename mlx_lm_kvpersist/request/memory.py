@@ -36,7 +36,7 @@ ROOM = 1024
 GROWTH = 512
 """A sequence begins only if memory also has room for this number of further tokens."""
 MOST_PASSED = 8
-"""A request that waits for memory lets this number of smaller requests pass it, and no more."""
+"""A request that waits for memory is passed by at most this number of smaller requests."""
 NEEDED_ABOVE = 0.5
 """If weights need a larger share of the recommended bytes, they are wired (docs/mac.md)."""
 _RECORD_BYTES = 4096
@@ -72,7 +72,7 @@ class Claim:
 class Memory:
     """The account of one loaded model and of the store: `total_bytes` for all except the weights.
 
-    `refuses`: whether a request is refused if it would have to wait.
+    `refuses`: whether a request that would have to wait is refused instead.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Memory:
         """Whether there is room for a request; if so, reserve the room that it needs.
 
         The oldest request goes first. Smaller requests may pass a few times. O(requests), and
-        O(blocks) to pin the blocks that it restores.
+        O(blocks) to pin the blocks to restore.
         """
         if claim in self._claims:
             return True
@@ -301,8 +301,8 @@ def pressure_level() -> int:
 
 
 def offered_bytes() -> int:
-    """Return the memory that this process may have on its device, including the memory that it
-    already has.
+    """Return the memory that this process may have on its device, including its present
+    memory.
 
     Metal: the recommended working set. CUDA: the free memory. Otherwise: the available memory of
     the machine, within the limits of its cgroups.

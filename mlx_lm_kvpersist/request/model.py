@@ -68,7 +68,7 @@ class Speed:
     pace: Pace = field(default_factory=Pace)
     rates: dict[str, float] = field(default_factory=dict)
     n_positions: float = math.inf
-    """Positions for which the model has embeddings."""
+    """The number of positions for which the model has embeddings."""
 
     def limits(
         self,
@@ -129,8 +129,8 @@ class ModelOptions:
 class LoadedModel:
     """A model called `name` whose conversations are stored; `ranks` compute it.
 
-    `model` may be a weak proxy: the server drops a model before it loads the next, because two may
-    not fit into memory.
+    `model` may be a weak proxy: the server drops a model before it loads the next, because two
+    models may not fit into memory.
     """
 
     model: Any
@@ -247,7 +247,7 @@ def load_model(provider: Any, options: ModelOptions) -> LoadedModel:
 def _on_all_ranks(options: ModelOptions) -> Iterator[None]:
     """Work that each rank does alone, without messages.
 
-    If the work fails on one rank, it fails on all: the other ranks would otherwise wait for a
+    If the work fails on one rank, it fails on all ranks; otherwise they would wait for a
     message of the failed rank. Raises ModelNotSupported for all errors except OSError.
     """
     error: Exception | None = None

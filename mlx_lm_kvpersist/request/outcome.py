@@ -1,4 +1,4 @@
-"""How much a request reused, and why not more: for its reply, for the log and for metrics.
+"""How many tokens a request reused, and why no more: for its reply, the log and metrics.
 
 The log has the last requests, for people; metrics count all requests, for Prometheus.
 prometheus_client is imported when Prometheus first asks, so that neither the start nor a reply
@@ -198,7 +198,7 @@ def why_not_stored(
     root, or was never saved.
 
     The returned text, unless it is "", replaces the reason's own text. The tenant's own blocks are
-    compared first, so that the word in a reply does not depend on other tenants.
+    compared first, so that the reason in a reply does not depend on other tenants.
     """
     used = (block for block in match.path if block.stop <= match.n_tokens)
     full = [block for block in used if block.n_tokens == BLOCK_TOKENS]
@@ -237,7 +237,7 @@ def _begins_alike(root: Root, text: str, store: BlockStore) -> bool:
 class RequestLog:
     """The last requests as JSON objects; with_text: whether they may quote prompts. Any thread.
 
-    A record never gets or loses a field, so a thread may read it while another sets a field.
+    No field is added or removed, so a thread may read a record while another sets a field.
     """
 
     def __init__(self, *, with_text: bool = True) -> None:
@@ -253,7 +253,7 @@ class RequestLog:
         return record
 
     def timed(self, request_id: str, first_token_s: float | None) -> dict[str, Any] | None:
-        """Record the seconds from queueing to the first token; return the record, if it exists."""
+        """Record the seconds from queueing to the first token; return the record, or None."""
         for record in self._records.copy():
             if record["id"] == request_id:
                 record["first_token_s"] = first_token_s
@@ -272,7 +272,7 @@ class RequestLog:
                     self._records.remove(record)
 
     def records(self, *, with_text: bool = True) -> list[dict[str, Any]]:
-        """Return the records, newest first; without text they quote no prompt."""
+        """Return the records, newest first; without `with_text` they quote no prompt."""
         records = self._records.copy()
         return [record if with_text else unquoted(record) for record in records]
 

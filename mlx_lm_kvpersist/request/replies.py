@@ -10,8 +10,8 @@ conversation. There is one exception. A reply may be fed as the model's own ids,
 2. the prompt's text before the reply is the same, character by character, as when the model
    produced the ids: bytes that are not valid text count as U+FFFD, as clients see them;
 3. the text that the template renders for the reply, up to the end token, has its form (`_form`);
-4. the reply's ids begin and end with the white space that is rendered there, so that the
-   template's white space is neither lost nor doubled.
+4. the reply's ids begin and end with the white space that is rendered for the reply, so that
+   the template's white space is neither lost nor doubled.
 
 All other text is fed as rendered: the model reads every change of a client, even a space or a line
 break at the end. The form leaves out the differences that the server, the template and the
@@ -72,7 +72,7 @@ class _Reply:
 
     @classmethod
     def read(cls, packed: bytes) -> _Reply | None:
-        """Unpack a reply; return None if it is malformed: another server may have stored it."""
+        """Unpack a reply; return None if it is malformed, perhaps by another server."""
         with suppress(ValueError, TypeError, OverflowError, RecursionError):
             reply = cls(**json.loads(packed))
             kinds = [type(value) for value in vars(reply).values()]
@@ -101,7 +101,7 @@ def remember(
     model: LoadedModel,
     digest: tuple[int, str] | None = None,
 ) -> Collection[bytes]:
-    """Remember a reply, unless text matching will find it; return its keys. Any thread.
+    """Remember a reply, unless a text match finds its ids; return its keys. Any thread.
 
     O(reply), and a hash over the messages; O(prompt) if the prompt's `digest` is missing.
 
@@ -191,7 +191,7 @@ def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel
 
 
 def with_ids(prompt: Prompt, ids: Sequence[int]) -> Prompt:
-    """Return the prompt with other ids; a segment that ends among differing ids joins the next."""
+    """Return the prompt with other ids; a segment that ends among changed ids joins the next."""
     old, new = prompt.ids, tuple(ids)
     n_first, n_last = common_prefix(old, new, 0), common_prefix(old[::-1], new[::-1], 0)
     segments, types = [], []
@@ -280,7 +280,7 @@ def _streamed(reply: _Reply, tokenizer: Any) -> _Reply:
 
 
 def _replies_among(messages: Sequence[Message]) -> Iterator[tuple[Message, bytes, bytes]]:
-    """Yield each assistant message with two keys: hashes of the messages up to it, and before it.
+    """Yield each assistant message with two keys: hashes of the messages with it, and before it.
 
     The keys depend neither on the form of content nor on the reasoning.
     """

@@ -4,7 +4,7 @@ The work is kept small: hash the ids, copy the new tokens' KV, evaluate. Generat
 
 A model with windows or recurrent layers continues only from a checkpoint, which holds its states
 and the last tokens of its windows. Checkpoints are at the ends of the system prompt, of the user's
-messages and of the replies, and at some positions of a long prompt until it is computed. A
+messages and of the replies, and, while a long prompt is computed, at some of its positions. A
 checkpoint that takes only a few seconds to compute again is postponed: the next checkpoint may
 replace it before it is written.
 """
@@ -45,7 +45,7 @@ STATE = "state"
 layers in full precision."""
 
 MAX_CHECKPOINTS = 6
-"""In addition to the first checkpoint, this many newest ones stay: two for each of three turns."""
+"""In addition to the first checkpoint, the newest ones stay: two for each of three turns."""
 
 N_SAFE = 2
 """The number of newest written checkpoints to keep: a kill loses postponed checkpoints."""
@@ -54,12 +54,12 @@ MAX_BRANCHES = 4
 """The number of older positions where conversations diverge, for which checkpoints stay."""
 
 MIN_TOKENS_BETWEEN = 16
-"""If checkpoints are nearer to each other, only one of them stays."""
+"""If fewer tokens are between two checkpoints, only one of the checkpoints stays."""
 
 _MAX_REPLY_BLOCKS = 64
 
 Stored = Mapping[bytes, Sequence[Checkpoint]]
-"""Windows and states, by the key of the block at whose end they are."""
+"""The windows and states at the end of a block, by the key of the block."""
 
 
 @dataclass(eq=False)
@@ -155,10 +155,10 @@ class Saver:
         store: CheckpointSource,
         lost: Collection[bytes] = (),
     ) -> RestorePoint | None:
-        """Return what to restore of the first `n_tokens` of a chain, without keys in `lost`.
+        """Return the records to restore for a chain's first `n_tokens`, without keys in `lost`.
 
         If the last used tokens are in a quantized block, an unfinished block that has them in full
-        precision is used instead. Without such a block, they are computed again. O(blocks).
+        precision is used instead. Without such a block, the tokens are computed again. O(blocks).
         """
         needed, end = [], 0
         for block in path:
@@ -302,7 +302,7 @@ class CheckpointSaver(Saver):
         stored = {key: [c for c in at if c.key not in lost] for key, at in stored.items()}
         for end in [n_tokens, *(b.stop for b in reversed(path) if b.stop < n_tokens)]:
             if (needed := self._needed_at(path, end, stored)) is not None:
-                # Windows and state are read first: without them the blocks are useless.
+                # Windows and state are read first: without these the blocks are useless.
                 blocks = path[: bisect_left(path, end, key=attrgetter("start"))]
                 full = [self._of_block(block, end) for block in blocks] if self.spec.full else []
                 return RestorePoint(end, [*needed, *full])
@@ -375,7 +375,7 @@ class CheckpointSaver(Saver):
     ) -> list[tuple[Checkpoint, Arrays]]:
         """Return the missing windows and state at the end of the chain.
 
-        If they are written `at_once`, a longer window that is only in RAM counts as missing.
+        With `at_once` they are written now, and a longer window that is only in RAM is missing.
         """
         n_tokens = chain[-1].stop
         new: list[tuple[Checkpoint, Arrays]] = []

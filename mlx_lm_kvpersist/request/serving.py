@@ -47,7 +47,7 @@ MIN_SHARED = 2 * BLOCK_TOKENS
 SHORT_REPLY = 16
 """A shorter reply gets no drafts from stored ids: reading the ids would take longer."""
 _MORE_BYTES = 1 << 20
-"""A shared object may have this many bytes more than two blocks."""
+"""A shared object may have this number of bytes in addition to two blocks."""
 
 logger = logging.getLogger(__name__)
 
@@ -107,9 +107,9 @@ class RequestState:
     sequence: RunningSequence | None = field(default=None, repr=False)
     """The tokens of the request, once it has entered. Generation thread."""
     sent: dict[str, Any] | None = field(default=None, repr=False)
-    """The reply as sent to the client, once it is complete. HTTP thread."""
+    """The reply as sent to the client, once the reply is complete. HTTP thread."""
     produced: tuple[Sequence[int], Sequence[int]] | None = field(default=None, repr=False)
-    """The ids of the prompt and of the reply, once it has ended. Generation thread."""
+    """The ids of the prompt and of the reply, once the reply has ended. Generation thread."""
     is_saved: Event | None = field(default=None, repr=False)
     """Set when the ended reply was handed to the store; None if stock serves the prompt."""
     remembered: frozenset[bytes] = field(default=frozenset(), repr=False)
@@ -125,7 +125,7 @@ class RequestState:
 
     @staticmethod
     def of(request: Any) -> RequestState:
-        """Return the state of a server's request; the first call makes it."""
+        """Return the state of a server's request; the first call creates the state."""
         state: RequestState | None = getattr(request, "kvpersist", None)
         if state is None:
             state = request.kvpersist = RequestState()
@@ -213,7 +213,7 @@ class Serving:
         return replace(root, namespace=state.namespace, session=session)
 
     def keeps(self, state: RequestState) -> bool:
-        """Whether the tokens of a request are stored so that another request can find them."""
+        """Whether the tokens of a request are stored, and another request can find these tokens."""
         return state.is_kept and (state.session is not None or not self.isolated)
 
     def await_interrupted(self, request: ClientRequest, prompt: Prompt) -> None:
@@ -245,7 +245,7 @@ class Serving:
 
     def _wanted(self, prompt: Prompt, root: Root) -> Wanted:
         """Return which blocks of a prompt this store has, and how to fetch the others."""
-        from ..store.shared import Wanted  # imported late, because most servers share nothing
+        from ..store.shared import Wanted  # imported late: most servers have no shared tier
 
         store, model, spec = self.store, self.model, self.model.spec
         with store.index.database.lent():
@@ -277,7 +277,7 @@ class Serving:
         return wanted
 
     def _plan(self, prompt: Prompt, root: Root, n_here: int, conversation: Conversation) -> Plan:
-        """Return what to fetch of a conversation, if it has more than the `n_here` first tokens."""
+        """Plan to fetch a conversation, if it has more tokens than the first `n_here`."""
         from ..store.shared import Plan
 
         source, packed, model = _Source(conversation), pack_ids(prompt.ids), self.model
@@ -293,7 +293,7 @@ class Serving:
             return Plan()
         if model.spec.any_prefix:
             path = [block for block in path if block.start < point.n_tokens]
-        # Otherwise blocks after the checkpoint are fetched too: they have the ids of the reply.
+        # Otherwise also fetch blocks after the checkpoint, because they have the reply's ids.
         forms = [(block, model.spec.block_arrays(block.n_tokens)) for block in path]
         needed: list[tuple[Record, int]] = [(block, forms_bytes(form)) for block, form in forms]
         needed += [(need.record, need.n_bytes) for need in point.needed if need.record not in path]
@@ -419,7 +419,7 @@ class ServedRequest(TakenRequest):
         """Return whether the request may enter. Called once per step; O(blocks), plus some joins.
 
         The request waits for memory, and then for its blocks, which another request computes or the
-        store reads. Raises RequestRefused if it would wait for memory and the policy is `refuse`.
+        store reads. Raises RequestRefused if memory is short and the policy is `refuse`.
         """
         state, memory, lookup = self._state, self._serving.memory, self._state.lookup
         if state.stage in (Stage.NEW, Stage.PARKED):
@@ -496,7 +496,7 @@ class ServedRequest(TakenRequest):
         return Lookup(prompt, self._root, self._serving.store, model, n_worth=n_worth)
 
     def _draft_of(self, fed: Prompt, sequence: RunningSequence) -> Prepared | None:
-        """Restore the stored part of the same tokens for the draft model, if there is one."""
+        """Restore the stored part of the same tokens for the draft model, if one is loaded."""
         serving, model = self._serving, self._serving.model.draft
         if model is None:
             return None
@@ -510,7 +510,7 @@ class ServedRequest(TakenRequest):
         return Prepared(fed, reuse.caches, n_reused)
 
     def _restored(self, find: Callable[[], Lookup]) -> Reuse | None:
-        """Restore the tokens that a lookup found; return None if that fails. Raises ClientGone."""
+        """Restore the tokens that a lookup found; return None after an error. Raises ClientGone."""
         try:
             return find().restore(lambda: self._request.client_gone)
         except ClientGone:
@@ -528,7 +528,7 @@ class ServedRequest(TakenRequest):
                 state.move(Stage.PARKED)
             elif has_ended or len(tokens) >= sequence.n_prompt - 1:
                 state.move(Stage.DONE if has_ended else Stage.DECODE)
-            if serving.keeps(state):  # otherwise no other request would find it
+            if serving.keeps(state):  # otherwise no request would find the tokens
                 serving.save(state, tokens, caches, cache_type)
                 # Otherwise `finish` remembers the reply, when the sent text is known.
                 if self._request.client_gone or state.sent is not None:
@@ -537,7 +537,7 @@ class ServedRequest(TakenRequest):
             state.is_saved.set()
 
     def draft_ids(self, run: Sequence[int], n: int) -> Sequence[int]:
-        """Return the ids that followed a run in stored text. A short reply reads no such text."""
+        """Return the ids that followed a run in stored text, which is read for a longer reply."""
         root, runs = self._root, self._serving.store.runs
         self._n_drafted += 1
         if self._n_drafted >= SHORT_REPLY and not self._has_asked_runs:

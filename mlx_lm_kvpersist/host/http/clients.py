@@ -25,7 +25,7 @@ else:
     StockServer = object
 
 WATCH_S = 0.1
-"""How often the connections of waiting clients are checked."""
+"""The seconds between two checks of the connections of waiting clients."""
 POLL_S = 0.01
 """Seconds between two checks whether the last reply has ended, when the server ends."""
 PROBE_AGAIN_S = 1.0
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class ClientConnection(io.BufferedIOBase):
-    """Writes to a client in place of http.server's writer. HTTP thread; any thread may watch.
+    """Writes to a client, instead of http.server's writer. HTTP thread; `has_left`: any thread.
 
     A client that closes its connection sends a FIN, and so does a client that has nothing more to
     send and waits for its reply. Only a closed client answers later bytes with a reset. So after a
@@ -113,7 +113,7 @@ class ClientConnection(io.BufferedIOBase):
                 self._send_if_idle(self._probe)
             return self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
         except (OSError, ValueError):
-            return True  # reset, or closed by the thread that served it
+            return True  # reset, or closed by its HTTP thread
 
     def keep_alive(self) -> None:
         """Send a keepalive if the reply is a stream that has been silent for long."""
@@ -215,7 +215,7 @@ class PluginHTTPServer(StockServer):
     """
 
     request_queue_size = 128
-    """Connections that wait to be accepted. Stock has 5, and clients begin more at once."""
+    """Connections that wait to be accepted. Stock allows 5; clients open more at the same time."""
     generator: Any
     clients: Clients
 

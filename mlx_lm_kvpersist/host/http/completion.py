@@ -106,7 +106,7 @@ class Completion:
                 response = replace(response, state=state)
             state = getattr(response, "state", None)
             yield response
-            if self._stop_word is not None:  # stock then ends the reply as after its last token
+            if self._stop_word is not None:  # stock then ends the reply here
                 self._context.stop()
                 break
         self._has_ended = True
@@ -143,7 +143,7 @@ class Completion:
             self._send(self.reply.begin(n_prompt, max(0, n_cached)))
 
     def show_progress(self, n_done: int, n_all: int) -> None:
-        """Record how far the prompt is computed. Stock's own streams show it in a comment."""
+        """Record the progress of the prompt. Stock's own streams show it in a comment."""
         self.doing = f"prefill {n_done:,} of {n_all:,}"
         if self._api is None and self.streams:
             self._client.write(f": keepalive {n_done}/{n_all}\n\n".encode())
@@ -228,7 +228,7 @@ class Completion:
 class ObservedGenerator:
     """The server's response generator, as the handler of one completion sees it. HTTP thread.
 
-    Plugins see the request before it is queued, and the completion sees how far the prompt is.
+    Plugins see the request before it is queued, and the completion sees the progress of the prompt.
     """
 
     def __init__(self, handler: Any, generator: Any) -> None:

@@ -43,7 +43,7 @@ def check_body_length(length: str | None) -> int:
 
 
 def tidy(body: Any) -> Any:
-    """Return a body without null fields, which SDKs send, and with valid Unicode."""
+    """Return a body with valid Unicode, and without the null fields that SDKs send."""
     if not isinstance(body, dict):
         return body
     body = without_null(body)
@@ -124,7 +124,7 @@ def check_parameters(body: Mapping[str, Any], values: Any) -> None:
         number = getattr(values, name)
         require(_fits_float(number), name, number, "a number below 8e307")
         if isinstance(number, int) and abs(number) >= _MLX_INTEGERS:
-            setattr(values, name, float(number))  # MLX refuses such an integer, and stock dies
+            setattr(values, name, float(number))  # MLX refuses such an integer; stock would end
     # 0.32.0 lets 0 pass, and its generation thread ends.
     require(values.max_tokens >= 1, "max_tokens", values.max_tokens, "at least 1")
     for kind in ("repetition", "presence", "frequency"):
@@ -211,7 +211,7 @@ def is_continued(body: Mapping[str, Any], places: Sequence[str] = ()) -> bool:
     if last.get("role") != "assistant" or last.get("tool_calls") or not isinstance(text, str):
         expected = "expected a text of the assistant's as the last message"
         raise RequestRefused(f"continue_final_message is true, {expected}")
-    if text != text.rstrip():  # templates trim it, and the next word begins with that space
+    if text != text.rstrip():  # templates trim it, and the next word begins with the space
         place = [f"messages[{len(messages) - 1}].content", *places][-1]
         why = "final assistant content cannot end with trailing whitespace; leave it out"
         raise RequestRefused(f"{place}: {why}")

@@ -136,7 +136,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         return exact or next((route for route in routes if route.pattern.fullmatch(path)), None)
 
     def _answer(self, route: Route) -> None:
-        del self.__dict__[f"do_{self.command}"]  # it refers to this object
+        del self.__dict__[f"do_{self.command}"]  # otherwise a reference cycle
         try:
             route.handle(self)
         except (ConnectionError, TimeoutError):
@@ -277,7 +277,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         request_checks.check_bias(self.logit_bias)
         try:
             super().validate_model_parameters()
-        except ValueError as error:  # 0.31.3 catches nothing here
+        except ValueError as error:  # mlx-lm 0.31.3 does not catch it
             message = str(error).replace("requested_model", "model")
             raise RequestRefused(message) from error
         request_checks.check_parameters(self.body, self)
@@ -427,7 +427,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         """Add the plugins' headers last: a reply that is no stream is complete by then."""
         completion = self.completion
         if completion is not None and self._status == 0:
-            return  # headers of a stream that the client gets as one reply
+            return  # stream headers, but the client gets one whole reply
         self._has_replied = True
         if completion is None or completion.request is None or self._status != 200:
             super().end_headers()

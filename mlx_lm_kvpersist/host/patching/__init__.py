@@ -1,1 +1,1 @@
-"""The table of patches of mlx-lm, their probes, and the versions they fit."""
+"""The table of patches of mlx-lm, their probes, and the versions for which they work."""

@@ -200,7 +200,7 @@ def subclass(plugin: type[Any]) -> Callable[[type[Any]], type[Any]]:
 
 
 def back_on_its_device(stock: Callable[[], None]) -> Callable[[], None]:
-    """Return a `clear_cache` that leaves the thread on the GPU that it computes on."""
+    """Return a `clear_cache` after which the thread stays on the GPU that it computes on."""
 
     @wraps(stock)
     def clear_cache() -> None:

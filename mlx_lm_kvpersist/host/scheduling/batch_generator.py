@@ -112,7 +112,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
     # The public methods of stock's generator.
 
     def insert_segments(self, segments: Any, *args: Any, **kwargs: Any) -> Any:
-        """Queue sequences; stock checks them and gives them uids."""
+        """Queue sequences; stock checks the sequences and gives them uids."""
         uids = super().insert_segments(segments, *args, **kwargs)
         while self._unprocessed_sequences:
             self.queue.append(Prefill(*self._unprocessed_sequences.popleft()))
@@ -140,7 +140,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             return self._progress, self._tokens
 
     def next_generated(self) -> list[Any]:
-        """Make steps until one has tokens of replies; return its responses for replies.
+        """Make steps until a step has tokens of replies; return its responses for replies.
 
         The server calls `next` only; programs and mlx-lm's own tests call this method.
         """
@@ -290,7 +290,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         logger.info("kvpersist: a reply of %d tokens waits for memory", len(tokens))
 
     def _wait_again(self, prompt: Prefill, ids: list[int]) -> None:
-        """Queue a sequence again by its ids; it enters when its plugin has room."""
+        """Queue a sequence again by its ids; the sequence enters when its plugin has room."""
         request = prompt.tokens.taken
         request.resume(Prompt(ids, [ids], ["assistant"]))
         self.parked.append(prompt.again([ids], TakenTokens([], request), []))
@@ -441,7 +441,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         self._caches.failures.failed(error, "reply")
 
     def _end(self, uid: int, tokens: Any, error: Exception) -> None:
-        """End a request with an error; raise it if no plugin took the request."""
+        """End a request with an error; raise the error if no plugin took the request."""
         reply = reply_of(tokens)
         if reply is None:
             raise error
@@ -456,7 +456,7 @@ def row_of(batch: Any, place: int) -> Any:
     row = copy.copy(batch)
     row.prompt_cache = []
     row.filter([place])
-    for name in ("samplers", "logits_processors"):  # 0.31.3 cannot filter lists of None
+    for name in ("samplers", "logits_processors"):  # mlx-lm 0.31.3 cannot filter lists of None
         setattr(row, name, getattr(batch, name)[place : place + 1])
     return row
 

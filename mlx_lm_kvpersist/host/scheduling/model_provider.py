@@ -40,7 +40,7 @@ _LENGTHS = (
 )
 """Fields of a config.json with the number of tokens that a model was trained for."""
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
-"""The fields in which a model that also reads images has the configuration of its text part."""
+"""The fields with the configuration of the text part, for a model that also reads images."""
 _STRETCHES = ("linear", "dynamic")
 """Kinds of rope scaling whose factor multiplies the length in the same configuration."""
 _UNSTATED = 10**9
@@ -66,7 +66,7 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
     """Loads as stock does, then asks the plugins. Generation thread."""
 
     is_ready = False
-    """Whether the default model is loaded, if there is one, and requests are served."""
+    """Whether requests are served: the default model, if any, is loaded."""
     is_loading = False
     """Whether a model is being loaded, or the hook `model_loaded` is running."""
     fatal_error: BaseException | None = None
@@ -180,7 +180,7 @@ def check_model_name(name: str) -> None:
 
 
 def cannot_load(name: str, error: Exception) -> ConfigError:
-    """Return the error for a model of `--model`, in one line: the hub's own texts are long."""
+    """Return the error for a model of `--model`, in one line: the hub's texts are long."""
     if isinstance(error, LocalEntryNotFoundError):
         reason = "no such folder, not downloaded before, and the hub cannot be reached"
     elif isinstance(error, RepositoryNotFoundError):
@@ -222,7 +222,7 @@ def max_context(model: str, tokenizer: Any) -> int | None:
 
     model: a folder, or a repository of Hugging Face in this machine's cache. The largest of several
     lengths counts: a wrong refusal is worse than none. A tokenizer's length does not count if it
-    is the only one, because it is often another model's.
+    is the only length, because it is often another model's.
     """
     try:
         file: Any = Path(model) / "config.json"
@@ -288,7 +288,7 @@ class WiredLimit:
         return before
 
     def choose(self, limit: int | None) -> None:
-        """Limit the wired memory to `limit` bytes from now on; None: to the host's limit."""
+        """Limit the wired memory to `limit` bytes from now on; None means the host's limit."""
         self._chosen_bytes = limit
         self(self.asked_bytes)
 
@@ -377,7 +377,7 @@ class PluginCaches:
         return cache.merge([cache]) if merged is None else merged
 
     def together(self, caches: Sequence[Any], n_tokens: Sequence[int]) -> Any:
-        """Return one cache for one layer of several prompts, None if they cannot be joined."""
+        """Return one cache for one layer of several prompts, None if these cannot be joined."""
         return self._safely(self._support.together, tuple(caches), tuple(n_tokens))
 
     def most_taken_back(self, caches: Sequence[Any]) -> int:

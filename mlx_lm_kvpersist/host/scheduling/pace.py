@@ -42,7 +42,7 @@ class Pace:
     """
 
     _KEEP = 0.7
-    """The weight of a measurement, relative to the one after it."""
+    """The weight of a measurement, relative to the next measurement."""
 
     def __init__(self) -> None:
         self._sums: dict[int, tuple[float, ...]] = {}
@@ -122,5 +122,5 @@ class Pace:
 
 
 def _nearest(place: int, places: Collection[int]) -> int:
-    """Return the last of `places` up to `place`, otherwise the first."""
+    """Return the last of `places` up to `place`, or the first if all are greater."""
     return max((candidate for candidate in places if candidate <= place), default=min(places))

@@ -46,7 +46,7 @@ MOST_DRAFTED = 32
 def chunk_size(position: int, most: int) -> int:
     """Return how many of `most` tokens are computed at once after `position` cached tokens.
 
-    Long chunks that end at round positions have the same shapes as earlier chunks.
+    Long chunks end at round positions, so that they have the same shapes as earlier chunks.
     """
     size = max((size for size in CHUNKS if size <= most), default=max(most, 1))
     return size - position % ROUND if size >= ROUND else size
@@ -55,7 +55,7 @@ def chunk_size(position: int, most: int) -> int:
 def peak_memory() -> Callable[[], int]:
     """Return a function: the peak memory from now on, less the memory in use now or at the end.
 
-    This resets MLX's counter. Some models evaluate within their call, so call it before.
+    This resets MLX's counter. Some models evaluate within their call, so call this function before.
     """
     before = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -98,14 +98,14 @@ class Prefill:
     row: Any = None
     """Stock's batch of a parked reply, without caches: it has the next token and the counters."""
     is_alone: bool = False
-    """Whether it is computed in separate calls: it was parked, or failed with other prompts."""
+    """Whether to compute the prompt alone: it was parked, or failed with other prompts."""
     batch: Any = None
     """A batch of stock's with this row."""
     n_tokens: int = field(init=False)
     """How many ids the segments had before any id was computed."""
     passed_over: int = 0
     has_waited: bool = False
-    """Whether it was ready before, and other prompts were computed first."""
+    """Whether the prompt was ready before, and other prompts were computed first."""
 
     def __post_init__(self) -> None:
         self.n_tokens = self.n_left
@@ -226,7 +226,7 @@ class Prefills:
         if len(chunk) > 1 or width > chunk[turn]:
             layers = zip(*(prefill.batch.prompt_cache for prefill in chunk), strict=True)
             caches = [self._caches.together(layer, n_tokens) for layer in layers]
-            # A model makes one mask for all layers of a kind: their caches must need the same.
+            # A model makes one mask for all layers of a kind: their caches must need the same mask.
             classes = {getattr(cache, "kind", None): type(cache) for cache in caches}
             is_one_mask = None not in caches and set(classes.values()) == set(map(type, caches))
             # The ranks must agree, because they have layers of the same kinds.

@@ -1,8 +1,8 @@
 """Prompt-lookup decoding: a reply that repeats known text is computed several tokens in a step.
 
-If the last four ids occurred before in the conversation, or a few more ids in the plugin's stored
+If the last four ids occurred before in the conversation, or a longer run in the plugin's stored
 ids, the ids that followed are drafts: the model checks them in one call, together with the next
-token. Drafts are kept as far as the model samples them; wrong drafts are trimmed from the caches. A
+token. Drafts that the model also samples are kept; wrong drafts are trimmed from the caches. A
 greedy reply then equals the reply of one token a step, except for the rounding of other kernels,
 and every sampled token is drawn from the same distribution:
 https://github.com/apoorvumang/prompt-lookup-decoding
@@ -23,7 +23,7 @@ N_LAST = 4
 N_SHOWN = 16
 """The number of last ids that a plugin gets, to return ids that may follow."""
 MOST_DRAFTED = 16
-"""The most drafts of one step."""
+"""The largest number of drafts in one step."""
 MOST_CREDIT = 4.0
 """The most steps that right drafts can gain in advance for later wrong drafts."""
 PAID_OFF = 0.01
@@ -108,7 +108,7 @@ class PromptLookup:
         The device may still compute the next token: wait for it only if drafts are possible.
         """
         (uid,), (ids,), n_most = batch.uids, batch.tokens, batch.max_tokens[0]
-        n_room = self._most_taken_back(batch.prompt_cache) - 1  # the next token stays
+        n_room = self._most_taken_back(batch.prompt_cache) - 1  # only drafts are removed
         n_ids = min(self._n_ids, n_most - batch._num_tokens[0] - 1, n_room)
         if n_ids < 1:
             return []

@@ -45,13 +45,13 @@ _N_BEFORE = 8
 LOOK_S = 0.005
 """Seconds between two checks whether a request is still being read."""
 FAILED_S = 1.0
-"""How long a server whose generation thread has failed still answers, with an error."""
+"""How long a server still answers, with an error, after its generation thread failed."""
 
 logger = logging.getLogger(__name__)
 
 
 class RequestQueue(Queue[Any]):
-    """The queue of requests. After it is closed, new and waiting requests are refused."""
+    """The queue of requests. After the queue is closed, new and waiting requests are refused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class RequestQueue(Queue[Any]):
 class PluginResponseGenerator(Stock):  # type: ignore[misc]
     """Tokenizes as stock does, between the plugins' hooks. Generation thread.
 
-    Stock calls `_next_request` without catching exceptions: it must never raise. If the thread
+    Stock catches no exception of `_next_request`, so the method must never raise. If the thread
     ends, the server ends; stock's server would continue without generating.
     """
 
@@ -109,7 +109,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         return ranks()
 
     def _next_request(self, timeout: float | None = None) -> Any:
-        """Return the next request that stock is to serve, None if there is none now.
+        """Return the next request that stock is to serve, None if no request may enter.
 
         Stock gives no timeout while it serves a batch; this method then does not wait. A request
         for another model, or that cannot be batched, passes no other request, because it would end
@@ -190,7 +190,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _wait_s(self) -> float | None:
         """Return how many seconds to wait for a request that arrived with the first of a batch.
 
-        Its thread still reads or tokenizes it. The first request would otherwise run alone.
+        Its thread still reads or tokenizes it. Otherwise the first request would run alone.
         """
         if self._has_stepped or self._ranks.are_several:
             return None
@@ -212,7 +212,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         if not self._ranks.are_several:
             return self._is_asked()
         # A rank that asks waits for the running step. So ranks ask in a step in which they have
-        # already waited for each other, otherwise every ASK_EVERY steps.
+        # already waited for each other, or else after ASK_EVERY steps.
         self._n_steps += 1
         self._ranks.progressed()
         has_waited, is_asked = self._n_messages != self._ranks.n_messages, False
@@ -377,8 +377,8 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def count_tokens(self, request: Any, args: Any) -> int:
         """Return how many tokens the prompt of a request would have now. HTTP thread.
 
-        The tokenizer may encode in several threads: after mlx-lm's first call it changes no more
-        settings of its own.
+        The tokenizer may encode in several threads: after mlx-lm's first call its settings do not
+        change any more.
 
         Raises:
             RequestRefused: the request's model is not loaded, or it has images, whose tokens only
@@ -400,7 +400,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         """Return the rendering of a request with this tokenizer, or render it. Generation thread.
 
         Raises:
-            RequestRefused: no prompt can be made, it is too long, or an id is not the model's.
+            RequestRefused: no prompt can be made, the prompt is too long, or an id is wrong.
         """
         # `n_logits` builds the model's graph: while another graph runs, mlx 0.31.2 aborts.
         if args.logits.logit_bias or args.sampling.top_k > 0 or args.top_logprobs > 0:
@@ -525,7 +525,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
 
 
 def vision_of(tokenized: Sequence[Any]) -> Any:
-    """Return the record of images in stock's `_tokenize` result; None without (as in 0.31.3)."""
+    """Return the record of images in stock's `_tokenize` result; None if it has none."""
     return tokenized[4] if len(tokenized) > 4 else None
 
 

@@ -19,7 +19,7 @@ QUIET_GAP_S = 0.25
 """The same limit while no reply has begun, so that prompts are computed together."""
 
 WORK_S = 0.005
-"""If a plugin took longer to answer, it counts as having worked for the request."""
+"""If a plugin takes longer to answer, it has worked for the request."""
 
 LARGE_S = 0.25
 """A request that has worked longer lets shorter requests pass."""
@@ -27,7 +27,7 @@ LARGE_S = 0.25
 WEIGH_EVERY = 32
 """The number of reply tokens after which memory is counted, although no reply began or ended."""
 ASK_EVERY = 8
-"""Several ranks ask rank 0 only after this number of steps: they wait for its answer."""
+"""Several ranks ask rank 0 after this number of steps, because they wait for its answer."""
 ARRIVING: dict[int, float] = {}
 """When each HTTP thread that reads or tokenizes a request now began, by thread number."""
 
@@ -41,7 +41,7 @@ class ReplyQueue:
     """
 
     stops_stock = True
-    """Whether stock is told at once to end the reply; if not, its generator ends the reply."""
+    """Whether stock is told at once to end the reply; if not, the generator ends the reply."""
 
     def __init__(self, queue: Any, request: ClientRequest) -> None:
         self._queue, self._request = queue, request
@@ -104,11 +104,11 @@ class Rendered:
 class Waiting:
     """A request that was taken from the server's queue and has not entered yet.
 
-    `has_begun`: tokenizing has ended, also with an error. `error`: why it cannot be served.
+    `has_begun`: tokenizing has ended, also with an error. `error`: why stock cannot serve it.
     """
 
     queued: Any
-    """The queue's item with `reply` in first place: (reply, request, args)."""
+    """The queue's item with `reply` as its first part: (reply, request, args)."""
     reply: ReplyQueue
     has_begun: bool = False
     error: Exception | None = None
@@ -116,9 +116,9 @@ class Waiting:
     taken: Taken | None = None
     """A plugin's answer to the `rendered` request."""
     is_ready: bool = False
-    """Whether the request was tokenized, and the plugin that took it lets it enter."""
+    """Whether the request was tokenized, and its plugin, if any, lets the request enter."""
     spent_s: float = 0.0
-    """How long its plugin has worked on it between steps."""
+    """How long the plugin has worked on the request between steps."""
 
     @classmethod
     def of(cls, queued: Any) -> Waiting:
