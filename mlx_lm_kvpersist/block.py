@@ -79,7 +79,7 @@ def pack_ids(ids: Sequence[int]) -> bytes:
 def unpack_ids(packed: bytes) -> list[int]:
     """Return the token ids that `pack_ids` packed; damaged bytes give wrong ids."""
     words = array("i", packed).tolist()
-    if packed[3::4].isascii():  # no id has its highest bit set: no images
+    if packed[3::4].isascii():  # no negative id, so no image
         return words
     return ids_of(words)
 

@@ -150,10 +150,10 @@ class PrefillLimits:
 
     `max_stall_s` is how long a reply may wait for its next token while prompts are computed.
     `most_tokens(position)` is how many tokens may be computed at once after `position` tokens.
-    If prompts may be computed together, each has at least `least_width` tokens in a call of the
-    model, padded, unless the padding would go beyond the model's `n_positions`. `max_unused_bytes`
-    is how much freed memory MLX may keep for the next chunk. `pace` learns from every chunk; a
-    plugin may keep it and ask it, too. `stepped(n_replies, seconds)` is called after each step of
+    If prompts may be computed together, each is padded to at least `least_width` tokens in a call
+    of the model, but not beyond the model's `n_positions`. `max_unused_bytes` is how much freed
+    memory MLX may keep for the next chunk. `pace` learns from every chunk; a plugin may keep this
+    object and read it, too. `stepped(n_replies, seconds)` is called after each step of
     the replies; seconds is None if a prompt was computed at the same time. `took(n_tokens,
     position, n_bytes)` is called after each chunk with its memory, without the model and the
     caches.
@@ -314,7 +314,7 @@ class TakenRequest:
         request's prompt and the tokens produced so far.
 
         If the prompt failed in a call with other prompts, no token was produced. `advance` and
-        `enter` are called for it as before.
+        `enter` are called for `prompt` as before.
         """
         self.prompt = prompt
 
@@ -428,7 +428,7 @@ def request_received(request: ClientRequest, headers: Message, body: Mapping[str
 def idle() -> None:
     """Nothing is served: do very little work; a request would wait for it. Generation thread.
 
-    Called when the last reply has ended, and then some ten times a second.
+    Called when the last reply has ended, and then about ten times per second.
     """
 
 

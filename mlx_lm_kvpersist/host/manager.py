@@ -63,8 +63,8 @@ def _answer(plugin: str, hook: str, function: Callable[..., Any], *args: Any) ->
 def load_plugins(names: Sequence[str]) -> PluginManager:
     """Return a manager with the named plugins, each from an entry point of the same name.
 
-    Raises PluginNotFound for a name that is not installed, and PluginFault for a hook that the
-    server does not have or that takes other arguments.
+    Raises PluginNotFound for a name that is not installed. Raises PluginFault for a hook that the
+    server does not have, or that has other arguments in the server.
     """
     manager = PluginManager()
     name = ""
@@ -177,8 +177,8 @@ def safely(
 def prepare_messages(messages: list[Any], tools: Any) -> None:
     """Let plugins change messages and tools in place. The result is checked.
 
-    Raises RequestRefused if a plugin refuses the request, or `messages` is not a list of messages,
-    and PluginFault if a plugin fails, or if `messages` is then no list of messages.
+    Raises RequestRefused if a plugin refuses the request, or if `messages` is no list of messages.
+    Raises PluginFault if a plugin fails, or makes `messages` something else.
     """
     check_messages(messages)
     names = " or ".join(each.plugin_name for each in _current.hook.prepare_messages.get_hookimpls())

@@ -37,7 +37,7 @@ _ESCAPES = {i: f"\\x{i:02x}" for i in (*range(0x20), *range(0x7F, 0xA0)) if chr(
 
 
 class PrintableFormatter(logging.Formatter):
-    """Formats as `stock` does, with control characters escaped, except line ends and tabs.
+    """Formats like `stock`, and escapes control characters except line ends and tabs.
 
     Log lines quote clients, and a terminal that shows the log would obey control characters.
     """
@@ -53,8 +53,8 @@ class PrintableFormatter(logging.Formatter):
 class PluginArgumentParser(argparse.ArgumentParser):
     """A parser that takes `--plugin` and the options of the plugins.
 
-    These are added when the command line is parsed, after all stock options, so the help shows them
-    last, and an option that clashes with one of stock's is reported for the plugin.
+    Plugins' options are added after all stock options, when the command line is parsed. The help
+    shows these last, and an option that clashes with a stock option is the plugin's error.
     """
 
     _plugin_option: argparse.Action | None = None
@@ -113,7 +113,7 @@ def plugin_run(stock: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(stock)
     def run(*args: Any, **kwargs: Any) -> None:
-        gc.freeze()  # imported objects stay, so garbage collections need not check them
+        gc.freeze()  # imported objects stay, so the garbage collector need not check them
         allow_open_files()
         call = signature.bind(*args, **kwargs).arguments
         provider = call["model_provider"]
@@ -199,10 +199,10 @@ def ending_cleanly(provider: Any = None, grace_s: float = GRACE_S) -> Iterator[l
 
     The handler raises KeyboardInterrupt with the signal's number; stock catches it, stops listening
     and joins the generation thread. A second signal, or `grace_s`, forces the end: remaining
-    threads can keep a process alive. SIGHUP does not count, because the kernel and the shell send
-    it when a terminal is closed, and the signal of a generation thread that fails (`fatal_error`
-    of `provider`) does not count. Outside the main thread nothing changes. Yields the list of the
-    signals received.
+    threads can keep a process alive. Two signals do not count: SIGHUP, which the kernel and the
+    shell send when a terminal is closed, and the signal of a generation thread that has failed
+    (`provider.fatal_error`). Outside the main thread nothing changes. Yields the list of received
+    signals.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():

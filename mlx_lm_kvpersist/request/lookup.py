@@ -3,7 +3,7 @@
 The HTTP thread of a request makes its lookup before the request is queued. The lookup matches the
 prompt with the stored text, splices stored ids into the prompt, and finds why other tokens are not
 stored. The generation thread then restores the caches. The time of a restore grows with the blocks
-and with the tokens after the last stored block, but not with the length of the prompt.
+and with the tokens after the last stored block, not with the length of the prompt.
 
 If the store raises, the caller catches the exception: the prompt is computed, the reply is right.
 The store verifies checksums, the lookup verifies shapes, and the canary verifies values.

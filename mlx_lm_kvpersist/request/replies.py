@@ -10,8 +10,8 @@ conversation. There is one exception. A reply may be fed as the model's own ids,
 2. the prompt's text before the reply is the same, character by character, as when the model
    produced the ids: bytes that are not valid text count as U+FFFD, as clients see them;
 3. the text that the template renders for the reply, up to the end token, has its form (`_form`);
-4. the reply's ids begin and end with the white space that is rendered for the reply, so that
-   the template's white space is neither lost nor doubled.
+4. the reply's ids begin and end with the white space that the template renders for the reply:
+   this white space is then neither lost nor doubled.
 
 All other text is fed as rendered: the model reads every change of a client, even a space or a line
 break at the end. The form leaves out the differences that the server, the template and the

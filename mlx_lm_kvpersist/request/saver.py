@@ -4,7 +4,7 @@ The work is kept small: hash the ids, copy the new tokens' KV, evaluate. Generat
 
 A model with windows or recurrent layers continues only from a checkpoint, which holds its states
 and the last tokens of its windows. Checkpoints are at the ends of the system prompt, of the user's
-messages and of the replies, and, while a long prompt is computed, at some of its positions. A
+messages and of the replies. A long prompt has temporary checkpoints until it is computed. A
 checkpoint that takes only a few seconds to compute again is postponed: the next checkpoint may
 replace it before it is written.
 """

@@ -1,7 +1,7 @@
 """Everything that this package changes in mlx-lm: one table, applied completely or not at all.
 
-All targets are globals of `mlx_lm.server` except attention over packed keys, which differs only for
-keys with their own attention function, and MLX's wired limit, which mlx-lm sets in three modules.
+All targets are globals of `mlx_lm.server`, with two exceptions: attention over packed keys, if the
+keys have their own attention function, and MLX's wired limit, which mlx-lm sets in three modules.
 The stock objects are not changed, so other users of mlx_lm in the process are not affected.
 """
 

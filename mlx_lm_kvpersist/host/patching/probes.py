@@ -1,7 +1,7 @@
 """Probes of the patches: each drives the server's own code and checks the result.
 
-A probe runs before the server listens, with a plugin manager of its own, so that no real plugin
-sees its made-up models and requests. It raises PatchNotEffective on an unpatched server.
+A probe runs before the server listens. It has a separate plugin manager, so that real plugins do
+not see its models and requests. It raises PatchNotEffective on an unpatched server.
 """
 
 from __future__ import annotations

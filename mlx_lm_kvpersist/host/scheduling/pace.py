@@ -46,7 +46,7 @@ class Pace:
 
     def __init__(self) -> None:
         self._sums: dict[int, tuple[float, ...]] = {}
-        """Replaced, never changed: other threads iterate over it."""
+        """A dict that is replaced, never changed: other threads iterate over it."""
         self._sizes: set[int] = set()
 
     def learn(self, position: int, n_tokens: int, seconds: float) -> None:
@@ -107,7 +107,7 @@ class Pace:
         return total_s
 
     def describe(self) -> dict[str, float]:
-        """Return the tokens a second of recent chunks, by the first position of each range."""
+        """Return the tokens per second of recent chunks, by the first position of each range."""
         lines = {1 << place >> 1: self._line(place) for place in sorted(self._sums)}
         return {str(first): line.n / max(line.s, _LEAST_S) for first, line in lines.items()}
 

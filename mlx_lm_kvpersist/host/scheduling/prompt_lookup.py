@@ -1,10 +1,10 @@
 """Prompt-lookup decoding: a reply that repeats known text is computed several tokens in a step.
 
-If the last four ids occurred before in the conversation, or a longer run in the plugin's stored
-ids, the ids that followed are drafts: the model checks them in one call, together with the next
-token. Drafts that the model also samples are kept; wrong drafts are trimmed from the caches. A
-greedy reply then equals the reply of one token a step, except for the rounding of other kernels,
-and every sampled token is drawn from the same distribution:
+The last four ids may have occurred before in the conversation, or a longer run in stored ids. Then
+the ids that followed are drafts: the model checks them in one call, together with the next token.
+Drafts that the model also samples are kept; wrong drafts are trimmed from the caches. A greedy
+reply equals the reply without drafts, except for the rounding of other kernels. Every sampled token
+is drawn from the same distribution:
 https://github.com/apoorvumang/prompt-lookup-decoding
 """
 

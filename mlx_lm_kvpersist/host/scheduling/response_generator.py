@@ -201,7 +201,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _looks_first(self) -> bool:
         """Whether stock looks for requests before the next step; never twice in a row.
 
-        No request joins a batch that ends because another model is asked for.
+        No request joins a batch that ends so that another model can be loaded.
         """
         self._has_looked = not self._has_looked and self._is_asked_of_all()
         self._has_stepped |= not self._has_looked
