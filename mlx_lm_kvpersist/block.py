@@ -23,7 +23,7 @@ class Root:
 
     `fingerprint` identifies the model, `layout` the form of its KV (`ModelCacheSpec.layout`),
     `namespace` the tenant, and `session` (with isolation) a single session. `with_text`: whether
-    the blocks' text is stored. `model` is for people to read.
+    the blocks' text is stored. `model` is a name for people.
     """
 
     fingerprint: str
@@ -57,7 +57,7 @@ class Root:
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
-    @lru_cache(maxsize=64)  # all files of a store have the same root
+    @lru_cache(maxsize=64)  # most files of a store have the same few roots
     def from_json(cls, text: str) -> Root:
         """Read the text of `to_json`. Raises ValueError or TypeError for any other text."""
         return cls(**json.loads(text))

@@ -1,4 +1,4 @@
-"""Match a prompt with the tree of stored blocks, and put stored ids in front of its own ids.
+"""Match a prompt with the tree of stored blocks, and put stored ids before the prompt's own ids.
 
 The stored ids are found by the text that they decode to, or by the ids before them. `TokenText` has
 the bytes of token ids, so that text can be cut at token ends. This module does not handle KV.
@@ -101,7 +101,7 @@ class TokenText:
         return all(i < 0 or i in self._pieces for i in set(ids))
 
     def control_places(self, ids: Sequence[int]) -> list[int]:
-        """Return the places of control tokens, tokens of images, and unknown tokens among ids."""
+        """Return the positions of control tokens, images' tokens and unknown tokens in ids."""
         controls = set(ids) - self._plain
         return list(compress(count(), map(controls.__contains__, ids))) if controls else []
 
@@ -432,7 +432,7 @@ MAX_ALIKE = 64
 _MAX_STEPS = 64
 
 Find = Callable[[Literal[">", "<="], "str | bytes"], list[Block]]
-"""Finds the first block with a greater text or ids (">"), or all last ones up to it ("<=")."""
+"""Finds the first block with a greater text or ids (">"), or all equal blocks before it ("<=")."""
 
 
 def nearest(ahead: str | bytes, find: Find) -> list[Block]:
@@ -504,7 +504,7 @@ def _ends(ids: Sequence[int], text: str, tokens: TokenText) -> Sequence[float]:
     """Return each token's end in bytes, or in characters if `text` has a replacement character.
 
     A byte that is not valid text becomes a replacement character of three bytes. Counting
-    characters takes ten times as long. An end inside a character counts half.
+    bytes takes a tenth of the time. An end inside a character counts as half a character.
     """
     if REPLACEMENT in text:
         return [n_chars + incomplete / 2 for n_chars, incomplete in tokens.ends(ids)]

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 class KVPersistPlugin:
-    """Gives the server's conversations a KV cache that outlives the server."""
+    """Stores the KV caches of the server's conversations, so that they outlive the server."""
 
     _config: config.Config
     """Set by `configure`; no hook that is called before it reads this."""
@@ -166,7 +166,7 @@ class KVPersistPlugin:
     ) -> None:
         state = RequestState.of(request)
         state.namespace = namespace(headers, by_key=self._config.namespace_by_key)
-        state.is_kept = is_kept(headers)  # set before a malformed body can raise
+        state.is_kept = is_kept(headers)  # set first: a malformed body may raise
         state.session, state.note = session_key(headers, body), note(headers, request.messages)
         if self._config.isolate_sessions and state.session is None:
             state.namespace = unshared(state.namespace)

@@ -4,8 +4,8 @@ All ranks must act in the same order: MLX's collectives carry no names, so a ran
 differently computes wrong numbers, or waits for ever. So rank 0 makes each decision that depends on
 a clock, a disk, free memory or a client, and each rank sends its own values.
 
-Generation thread: the model's collectives use its default CPU stream, and MLX would not order
-collectives on two streams.
+Generation thread: the model's collectives use its default CPU stream, and MLX does not order
+collectives on different streams.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class _Tested:
             manager.prepare_messages(messages, tools)
             chats.append((messages, tools))
         is_same = chats[0] == chats[1]
-        expect(is_same, "other messages for the same chat", "the same: prompts are reused")
+        expect(is_same, "other messages for the same chat", "the same messages on each turn")
 
     def _serve(self, taken: manager.Taken) -> None:
         """Let a request wait, enter, and save a prompt and its reply."""

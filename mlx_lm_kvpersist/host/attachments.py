@@ -1,10 +1,10 @@
 """Images and files in messages: a line of text replaces content that the model cannot read.
 
 A client sends the whole conversation with each turn. So an attachment is refused only in the newest
-question. In other messages a line replaces it. This line stays the same, so the prompt does, too.
+question. In other messages the same line always replaces it, so the prompt does not change.
 
 After a refusal Claude Code joins the next question to the refused message: the attachment, its
-text, the new text. If the server refused that message too, the conversation would end.
+text, the new text. If the server also refused the joined message, the conversation would end.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _question(messages: list[Message]) -> int | None:
 
 
 def _is_followed_up(content: list[Part], i: int) -> bool:
-    """Tell whether a question was added after a part and its text."""
+    """Tell whether the client added a new question after a part and its text."""
     texts = [str(block["text"]) for block in content[i + 1 :] if block["type"] == "text"]
     return len([text for text in texts if not _TAGS.fullmatch(text)]) > 1
 

@@ -41,7 +41,7 @@ _JOINS: dict[str, tuple[str, ...]] = {
     "parallel": ("assistant",),
     "tool": (),
 }
-"""The kinds of messages that a message of each kind can become a part of.
+"""For each kind of message, the kinds of earlier messages to which it can be joined.
 
 Kinds are roles. Assistant messages with one call, and with several calls, are separate kinds.
 """
@@ -130,7 +130,7 @@ class Template:
             return None
 
     def fits(self, before: list[str], kind: str) -> bool:
-        """Tell whether the template accepts a kind of message after the kinds `before`, unmoved."""
+        """Tell whether the template renders a kind of message, in order, after kinds `before`."""
         ends, usual, place = _ENDS, before or ["user", "assistant"], None
         if kind == "system":
             # A template that counts messages would treat a system message as the assistant's.
@@ -232,7 +232,7 @@ class Template:
 class _Fitting:
     """Messages, each in a form in which the template renders it after the previous messages.
 
-    adapts_all: if False, only system messages are adapted.
+    adapts_all: whether also messages other than system messages are adapted.
     """
 
     def __init__(self, template: Template, messages: list[Message], *, adapts_all: bool) -> None:
@@ -402,7 +402,7 @@ def _fit_call(template: Template, call: dict[str, Any], usual_id: str) -> dict[s
     if (call_id := template.id_of(call.get("id"), usual_id)) != call.get("id"):
         call = {**call, "id": call_id}
     if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):  # perhaps cut off: read as text
+        with suppress(ValueError, RecursionError):  # perhaps cut off: it stays text
             parsed = json.loads(arguments)
     form = template.form_of(readable(parsed))
     if form is parsed and parsed is not arguments:
@@ -411,7 +411,7 @@ def _fit_call(template: Template, call: dict[str, Any], usual_id: str) -> dict[s
 
 
 def _kind(message: Message) -> str:
-    """Return a message's role, or the kind of the assistant's message with calls of functions."""
+    """Return a message's role, or the kind of an assistant message with calls of functions."""
     calls = message.get("tool_calls") if message.get("role") == "assistant" else None
     are_calls = isinstance(calls, list) and all(
         isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
@@ -453,7 +453,7 @@ def _calling(arguments: Any, ids: Sequence[Any] = _CALL_IDS[:1]) -> Message:
 
 
 def _result(call_id: Any, name: str | None) -> Message:
-    """Return a result for a call, which says that the client sent none."""
+    """Return a message that says that a call has no result."""
     fields = {"role": "tool", "content": NO_RESULT, "tool_call_id": call_id, "name": name}
     return without_null(fields)
 

@@ -291,7 +291,7 @@ class TakenRequest:
         return Prepared(self.prompt)
 
     def insert(self, tokens: Sequence[int], caches: list[Any], cache_type: str) -> None:
-        """Save the caches of the first `tokens` of the prompt, and of its reply.
+        """Save the caches of `tokens`, the first tokens of the prompt and its reply.
 
         With a draft model, its caches follow the main model's caches. Both may hold fewer tokens,
         because the last token is computed with the next token.
@@ -453,7 +453,7 @@ def response_headers(  # type: ignore[empty-body]
 ) -> list[tuple[str, str]]:
     """Return headers to add to the reply. HTTP thread.
 
-    `is_early`: for a stream that begins while its request still waits. The hook is called again
+    `is_early`: whether a stream begins while its request still waits. The hook is called again
     once the reply begins; a stream that has begun gets that answer as comments.
     """
 
@@ -469,7 +469,7 @@ def reply_sent(
 def reply_timed(request: ClientRequest, times_s: Sequence[float]) -> None:
     """A request has ended: when each token came, in seconds since it was queued. HTTP thread.
 
-    The reply can have been cut off, or not have begun.
+    The reply may be cut off, or may not have begun.
     """
 
 

@@ -1,4 +1,4 @@
-"""The plugin manager: loads plugins by name, and calls their hooks and their requests.
+"""The plugin manager: loads plugins by name, calls their hooks, and guards these calls.
 
 The current manager is the package's one global. It is looked up at every call, so that a probe can
 replace it. Plugins are asked in the order of the command line.
@@ -31,7 +31,7 @@ RAISED: dict[str, type[Exception]] = {
     **dict.fromkeys(("model_loaded", "prepare_messages"), Exception),
     "request_received": RequestRefused,
 }
-"""Errors that reach the caller, by hook. Every other failure is logged."""
+"""The errors of each hook that reach the caller. Every other failure is logged."""
 NAMED = ("model_loaded", "take_request")
 """Hooks whose answers get the plugin's name, because the plugin is called again later."""
 
@@ -64,7 +64,7 @@ def load_plugins(names: Sequence[str]) -> PluginManager:
     """Return a manager with the named plugins, each from an entry point of the same name.
 
     Raises PluginNotFound for a name that is not installed. Raises PluginFault for a hook that the
-    server does not have, or that has other arguments in the server.
+    server does not have, or with other arguments than the server's.
     """
     manager = PluginManager()
     name = ""

@@ -54,7 +54,7 @@ class PluginArgumentParser(argparse.ArgumentParser):
     """A parser that takes `--plugin` and the options of the plugins.
 
     Plugins' options are added after all stock options, when the command line is parsed. The help
-    shows these last, and an option that clashes with a stock option is the plugin's error.
+    shows these last, and an option that clashes with a stock option is reported for the plugin.
     """
 
     _plugin_option: argparse.Action | None = None
@@ -177,7 +177,7 @@ def check_address(host: str, port: int) -> None:
 
 
 _deferred: list[list[int]] = []
-"""Signals that arrived during blocks that must not be interrupted, a list for each block."""
+"""For each running block that must not be interrupted, the signals that have arrived."""
 
 
 @contextmanager

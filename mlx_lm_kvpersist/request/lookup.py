@@ -5,7 +5,7 @@ prompt with the stored text, splices stored ids into the prompt, and finds why o
 stored. The generation thread then restores the caches. The time of a restore grows with the blocks
 and with the tokens after the last stored block, not with the length of the prompt.
 
-If the store raises, the caller catches the exception: the prompt is computed, the reply is right.
+If the store raises, the caller catches the exception: the prompt is computed.
 The store verifies checksums, the lookup verifies shapes, and the canary verifies values.
 """
 
@@ -48,7 +48,7 @@ MIN_STEPWISE_BYTES = 64 << 20
 """Fewer bytes are joined at once: joining them takes one or two steps of the replies."""
 
 MAX_MATCHED_TOKENS = 2048
-"""A longer prompt is not matched by text, or spliced, on the generation thread."""
+"""The generation thread neither matches a longer prompt by text nor splices it."""
 
 _LOOK_S = 0.1
 """The seconds between two checks of a restore whether its client has left."""
@@ -129,7 +129,7 @@ class Lookup:
         self._planned: tuple[tuple[Any, ...], RestorePoint | None] | None = None
         """The last restore point, with the arguments of its search."""
         self._needed: set[bytes] = set()
-        """Keys of blocks and checkpoints that were to be restored."""
+        """The keys of all blocks and checkpoints that a restore point needed."""
         self.stored = StoredPrefix(prompt, b"")
         """The prefix that `restore` will use, unless blocks are added or removed."""
         try:
@@ -202,7 +202,7 @@ class Lookup:
         return replace(self.stored.prompt, messages=()), self.stored.n_tokens
 
     def _point(self, lost: Collection[bytes] = (), most: int | None = None) -> RestorePoint | None:
-        """Return the records to restore, up to a position outside of images. O(blocks).
+        """Return the restore point, which is not inside an image. O(blocks).
 
         Records with a key in `lost`, and all tokens after the first `most`, count as missing.
         """

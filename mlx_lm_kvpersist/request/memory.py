@@ -42,7 +42,7 @@ NEEDED_ABOVE = 0.5
 _RECORD_BYTES = 4096
 """The bytes of a block in RAM without its arrays: record, ids, text, entries in indexes."""
 _INDEX_BYTES = 32 << 20
-"""The size of SQLite's pages and of a tokenizer's texts."""
+"""The bytes of SQLite's pages and of a tokenizer's texts."""
 NORMAL, WARNING, CRITICAL = 1, 2, 4
 """Levels of pressure, as macOS numbers them."""
 _SHARES = {NORMAL: 1.0, WARNING: 0.75, CRITICAL: 0.5}
@@ -66,11 +66,11 @@ class Claim:
     n_passed: int = 0
     has_entered: bool = False
     n_changes: int = -1
-    """The account's `_n_changes` when the claim was last refused."""
+    """The account's `_n_changes` when the claim was last checked."""
 
 
 class Memory:
-    """The account of one loaded model and of the store: `total_bytes` for all except the weights.
+    """The account of a loaded model and of the store: `total_bytes` in addition to the weights.
 
     `refuses`: whether a request that would have to wait is refused instead.
     """
@@ -157,7 +157,7 @@ class Memory:
     def admits(self, claim: Claim) -> bool:
         """Whether there is room for a request; if so, reserve the room that it needs.
 
-        The oldest request goes first. Smaller requests may pass a few times. O(requests), and
+        The oldest request goes first. Some smaller requests may pass it. O(requests), and
         O(blocks) to pin the blocks to restore.
         """
         if claim in self._claims:
@@ -263,7 +263,7 @@ def total_bytes(option: int | None, n_weights: int) -> int:
     """Return the bytes for everything except a model's weights: the option or, by default, the
     device's memory less the weights and a reserve for other programs.
 
-    The default is at least LEAST_BYTES: the stock server would serve too large a model, too.
+    The default is at least LEAST_BYTES: stock also serves a model that is too large.
     """
     if option is not None:
         return option

@@ -43,7 +43,7 @@ MIN_RESTORE_BYTES = 4 << 20
 """The time of smaller restores is mostly overhead: no rate is learned from them."""
 
 _WEIGHT = 0.2
-"""The weight of the newest measurement in a running average."""
+"""The weight of a new measurement in a running average."""
 
 _SUPPOSED_TOKEN_S = 1e-3
 """Seconds to compute a token, until a chunk has been measured."""
@@ -105,7 +105,7 @@ class Speed:
         return n_tokens * _SUPPOSED_TOKEN_S if seconds is None else seconds
 
     def describe(self) -> dict[str, Any]:
-        """Return the speeds as JSON values; the pace by position."""
+        """Return the speeds as JSON values: the pace by position, and the rates by tier."""
         rates = {RAM: None, DISK: None, **self.rates}
         return {"prefill_tokens_per_s": self.pace.describe(), "restore_bytes_per_s": rates}
 
@@ -176,7 +176,7 @@ class LoadedModel:
         n_cached = n_cached_tokens(self.spec, caches)
         n_tokens = len(tokens) if n_cached is None else min(len(tokens), n_cached)
         if not self.spec.any_prefix and n_cached not in (None, n_tokens):
-            return 0  # windows and states cannot be cut back to fewer tokens
+            return 0  # windows and states cannot be cut to fewer tokens
         if n_tokens:
             cache_type = REPLY if cache_type == PARKED else cache_type
             self.saver.save(sequence, tokens[:n_tokens], caches, cache_type, store)
@@ -247,8 +247,8 @@ def load_model(provider: Any, options: ModelOptions) -> LoadedModel:
 def _on_all_ranks(options: ModelOptions) -> Iterator[None]:
     """Work that each rank does alone, without messages.
 
-    If the work fails on one rank, it fails on all ranks; otherwise they would wait for a
-    message of the failed rank. Raises ModelNotSupported for all errors except OSError.
+    If the work fails on one rank, it fails on all ranks; the others would otherwise
+    wait for a message of the failed rank. Raises ModelNotSupported for all errors except OSError.
     """
     error: Exception | None = None
     try:

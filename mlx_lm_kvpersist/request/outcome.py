@@ -1,4 +1,4 @@
-"""How many tokens a request reused, and why no more: for its reply, the log and metrics.
+"""The number of tokens that a request reused, and why no more: for replies, log and metrics.
 
 The log has the last requests, for people; metrics count all requests, for Prometheus.
 prometheus_client is imported when Prometheus first asks, so that neither the start nor a reply
@@ -227,7 +227,7 @@ def why_not_stored(
 
 
 def _begins_alike(root: Root, text: str, store: BlockStore) -> bool:
-    """Whether a block below a root begins like a text, for more characters than a template has."""
+    """Whether a block below a root begins like a text, for longer than a template."""
     return any(
         block.text and common_prefix(block.text, text, 0) >= min(MIN_ALIKE_CHARS, len(block.text))
         for block in store.children(root.key, text)

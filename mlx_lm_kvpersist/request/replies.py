@@ -56,7 +56,7 @@ of white space, such as Gemma's line breaks."""
 
 @dataclass(frozen=True)
 class _Reply:
-    """A reply's ids, the size and digest of its prompt's text, and the text sent to its client.
+    """A reply's ids, the text sent to its client, and the size and digest of its prompt's text.
 
     has_ended: whether the model ended the reply, not max_tokens, a stop string or the client.
     is_known: whether the sent text is known.
@@ -295,7 +295,7 @@ def _replies_among(messages: Sequence[Message]) -> Iterator[tuple[Message, bytes
 
 
 def _said(message: Message) -> tuple[Any, list[Any]]:
-    """Return a message's content and its tool calls, in forms for comparison."""
+    """Return a message's content and its tool calls, in forms that can be compared."""
     content = text_of(message.get("content"))
     return content, [_call_of(call) for call in message.get("tool_calls") or ()]
 

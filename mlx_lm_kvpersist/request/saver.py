@@ -45,7 +45,7 @@ STATE = "state"
 layers in full precision."""
 
 MAX_CHECKPOINTS = 6
-"""In addition to the first checkpoint, the newest ones stay: two for each of three turns."""
+"""A chain's first checkpoint stays, and this number of newest: two for each of three turns."""
 
 N_SAFE = 2
 """The number of newest written checkpoints to keep: a kill loses postponed checkpoints."""
@@ -86,7 +86,7 @@ class RunningSequence:
 
     @property
     def n_saved(self) -> int:
-        """The number of first tokens that are in stored blocks."""
+        """How many tokens, from the first on, are in stored blocks."""
         return self.chain[-1].stop if self.chain else 0
 
     def leaf(self, chain: Sequence[Block], replaced: Iterable[tuple[bytes, bytes]] = ()) -> Leaf:
@@ -293,7 +293,7 @@ class CheckpointSaver(Saver):
         store: CheckpointSource,
         lost: Collection[bytes] = (),
     ) -> RestorePoint | None:
-        """Return the last complete checkpoint of a chain, up to `n_tokens`."""
+        """Return the restore point at a chain's last complete checkpoint, up to `n_tokens`."""
         path = list(takewhile(lambda block: block.key not in lost and block.start < n_tokens, path))
         if not path:
             return None
@@ -335,7 +335,7 @@ class CheckpointSaver(Saver):
             stored.setdefault(checkpoint.block, []).append(checkpoint)
         leaf = sequence.leaf(chain) if ended else None
         superseded = self.superseded(sequence, stored, store) if ended else ()
-        # All records that the checkpoint needs wait with it, so that none of them is evicted.
+        # All records that the checkpoint needs wait with it, so that no record is evicted.
         at_end = self._needed_at(chain, chain[-1].stop, stored) or ()
         used = [need.record for need in at_end if isinstance(need.record, Checkpoint)]
         added = tuple(new or chain[-1:])
@@ -375,7 +375,7 @@ class CheckpointSaver(Saver):
     ) -> list[tuple[Checkpoint, Arrays]]:
         """Return the missing windows and state at the end of the chain.
 
-        With `at_once` they are written now, and a longer window that is only in RAM is missing.
+        If they are to be written `at_once`, a longer window that is only in RAM is not enough.
         """
         n_tokens = chain[-1].stop
         new: list[tuple[Checkpoint, Arrays]] = []
@@ -413,8 +413,8 @@ class CheckpointSaver(Saver):
 
         These checkpoints stay, with all records that they need: the newest checkpoints, the newest
         in lower tiers, and the first, which other conversations share. Before each position where
-        another session ends or conversations diverge, the last checkpoint stays, and the last
-        in lower tiers. So a kill or an eviction costs another conversation no more than
+        another session ends or conversations diverge, two checkpoints stay: the last, and the
+        last in lower tiers. So a kill or an eviction costs another conversation no more than
         `config.MAX_LOSS_S`. Temporary checkpoints stay only at these positions, or at the end. An
         earlier reply at the position from which this sequence continued loses its checkpoint.
         """
@@ -506,7 +506,7 @@ def _replies_left(
         return []
     children = store.children(chain[fork].key, limit=FEW + 1)
     if len(children) > FEW:
-        return []  # this many children are conversations that begin alike
+        return []  # so many children are separate conversations
     left: list[Checkpoint] = []
     for child in children:
         branch: list[Block] = []

@@ -1,4 +1,4 @@
-"""Requests for the loaded model: their state, lookup and restore, and their saved tokens.
+"""Requests for the loaded model: their states, and their work from the lookup to the save.
 
 Generation thread, except `await_interrupted`, `fetch`, `look_up`, `finish` and `remember` of
 `Serving`.
@@ -90,7 +90,7 @@ class RequestState:
     stage: Stage = Stage.NEW
     outcome: Outcome | None = None
     saved_s: float | None = None
-    """The seconds in which the reused tokens would have been computed, if known."""
+    """The estimated seconds to compute the reused tokens, if known."""
     n_prompt: int = 0
     """The number of prompt tokens, if stock serves the request."""
     root: Root | None = None
@@ -213,7 +213,7 @@ class Serving:
         return replace(root, namespace=state.namespace, session=session)
 
     def keeps(self, state: RequestState) -> bool:
-        """Whether the tokens of a request are stored, and another request can find these tokens."""
+        """Whether a request's tokens are stored in a place where another request can find them."""
         return state.is_kept and (state.session is not None or not self.isolated)
 
     def await_interrupted(self, request: ClientRequest, prompt: Prompt) -> None:
@@ -277,7 +277,7 @@ class Serving:
         return wanted
 
     def _plan(self, prompt: Prompt, root: Root, n_here: int, conversation: Conversation) -> Plan:
-        """Plan to fetch a conversation, if it has more tokens than the first `n_here`."""
+        """Return the fetch to make, if a conversation has more tokens than the `n_here` first."""
         from ..store.shared import Plan
 
         source, packed, model = _Source(conversation), pack_ids(prompt.ids), self.model
@@ -340,7 +340,7 @@ class Serving:
                 logger.exception("kvpersist: a turn could not be saved")
 
     def finish(self, state: RequestState) -> None:
-        """Wait until enough of a turn is on disk, before the last part of its reply. HTTP thread.
+        """Before a reply's last part is sent, wait until enough of the turn is on disk. HTTP thread.
 
         A kill then loses at most one block of the prompt and the last block of the reply.
         """
@@ -454,7 +454,7 @@ class ServedRequest(TakenRequest):
             if lookup is not None and serving.model.ranks.are_several:
                 fed = lookup.stored.prompt  # all ranks use the prompt that rank 0 has looked up
             reuse = Reuse(fed, Outcome(Kind.MISS, len(fed.ids), reason=Reason.STORE_FAILED))
-            state.digest = None  # `fed` may have another text
+            state.digest = None  # the text of `fed` may differ
         if state.fetched and reuse.outcome.kind is not Kind.EXACT:
             detail = "; ".join(filter(None, (reuse.outcome.why, state.fetched)))
             reuse.outcome = replace(reuse.outcome, detail=detail)
@@ -477,7 +477,7 @@ class ServedRequest(TakenRequest):
             messages=state.messages,
         )
         draft = self._draft_of(fed, sequence)
-        if state.is_kept and serving.model.ranks.decides:  # rank 0 knows the ends of requests
+        if state.is_kept and serving.model.ranks.decides:  # only rank 0 knows when requests end
             found = lookup.stored if lookup is not None and fed is lookup.stored.prompt else None
             sequence.packed_ids = found.packed_ids if found else pack_ids(fed.ids)
             running = [other for other in serving.computing if other.stage is Stage.PREFILL]

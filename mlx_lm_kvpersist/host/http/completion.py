@@ -24,7 +24,7 @@ _MARKS = ("think_start", "think_end", "tool_call_start", "tool_call_end")
 
 
 class Completion:
-    """One reply. HTTP thread; `keepalive` on the thread of the clients.
+    """One reply. HTTP thread; `keepalive` runs on the clients' thread.
 
     api: None for stock's own API, whose errors are OpenAI's. reply: the `ReplyFormat`; None for a
     path that this package does not know, for which stock sends the reply.
@@ -102,7 +102,7 @@ class Completion:
                 match = getattr(response, "match", None)
                 self.marks.cut(tokenizer.decode(match) if match else response.text)
             if getattr(response, "state", "") is None:
-                # In 0.31.3 an end has no state, and stock's loop would drop a call that is open.
+                # In 0.31.3 the last response has no state: stock's loop would drop an open call.
                 response = replace(response, state=state)
             state = getattr(response, "state", None)
             yield response
@@ -266,7 +266,7 @@ def _encoded(events: Iterable[Event]) -> bytes:
 class ChatReply:
     """One reply. Stock's handler makes each chunk of a stream, or the whole reply.
 
-    handler: has the request's parameters as attributes, like stock's handler, and the Completion.
+    handler: has the Completion and, like stock's handler, the request's parameters.
     """
 
     def __init__(self, handler: Any) -> None:
@@ -359,7 +359,7 @@ class StopWords:
         return shown
 
     def rest(self) -> str:
-        """Return the text that still waits: the reply has ended without a stop word."""
+        """Return the waiting text, because the reply has ended without a stop word."""
         rest, self._held = self._held, ""
         return rest
 

@@ -142,7 +142,7 @@ def check_parameters(body: Mapping[str, Any], values: Any) -> None:
     options = body.get("stream_options") if values.stream else None  # read only for a stream
     require(options is None or isinstance(options, dict), "stream_options", options, "an object")
     stop = body.get("stop")
-    is_right = not stop or isinstance(stop, str | list | dict)  # stock takes an object's keys
+    is_right = not stop or isinstance(stop, str | list | dict)  # stock uses the keys of an object
     require(is_right, "stop", stop, "text, or a list of texts")
     for i, word in enumerate([stop] if isinstance(stop, str) else stop or ()):
         require_text(f"stop[{i}]", word)
@@ -191,7 +191,7 @@ def _short(name: str) -> str:
 
 
 def check_chat(body: Mapping[str, Any]) -> None:
-    """Refuse messages, or arguments of a template, of a wrong form. HTTP thread."""
+    """Refuse messages or template arguments of a wrong form. HTTP thread."""
     kwargs = body.get("chat_template_kwargs") or {}  # stock ignores false values
     require(isinstance(kwargs, dict), "chat_template_kwargs", kwargs, "an object")
     check_messages(body.get("messages"))
@@ -209,7 +209,7 @@ def is_continued(body: Mapping[str, Any], places: Sequence[str] = ()) -> bool:
     last = messages[-1] if messages else {}
     text = text_of(last.get("content"))
     if last.get("role") != "assistant" or last.get("tool_calls") or not isinstance(text, str):
-        expected = "expected a text of the assistant's as the last message"
+        expected = "expected an assistant's text as the last message"
         raise RequestRefused(f"continue_final_message is true, {expected}")
     if text != text.rstrip():  # templates trim it, and the next word begins with the space
         place = [f"messages[{len(messages) - 1}].content", *places][-1]

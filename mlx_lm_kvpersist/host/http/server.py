@@ -396,7 +396,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
 
     def _set_completion_headers(self, status_code: int = 200) -> None:
         """Begin an answer. Stock's errors are raised instead: all errors are sent in one place."""
-        error = sys.exc_info()[1] if status_code >= 400 else None  # stock passes no error on
+        error = sys.exc_info()[1] if status_code >= 400 else None  # stock passes no error
         if isinstance(error, RequestRefused | GenerationStopped | ConnectionError):
             raise error
         if error is not None:  # of any kind: stock answers 404 to every error of `generate`

@@ -74,7 +74,7 @@ class ProbeCache:
 
 
 class ProbeRequest(hooks.TakenRequest):
-    """Gives the model one token more than the prompt has."""
+    """Feeds the model one more token than the prompt has."""
 
     def __init__(self, plugin: ProbePlugin, prompt: hooks.Prompt) -> None:
         super().__init__(prompt)
@@ -235,7 +235,7 @@ class ProbeModel:
 
 
 def requests_pass_plugins(server: ModuleType) -> None:
-    """Plugins see queued requests, change their messages, and take them."""
+    """Plugins see queued requests, change messages, and take requests."""
     tokenizer = SimpleNamespace(has_chat_template=False)
     tokenizer.encode = lambda text: [ord(char) for char in text if char in "px!"]
     provider = SimpleNamespace(cli_args=ARGS, tokenizer=tokenizer, processor=None, max_context=None)
@@ -370,7 +370,7 @@ def windows_are_in_order(server: ModuleType) -> None:
         keys, _ = window._update_concat(token, token)
         ring.update_and_fetch(token, token)
     in_order = [side.flatten().tolist() for side in (keys, ring._temporal_order(ring.keys))]
-    expect("tokens, and the place of the next", (in_order, ring._idx), ([[2, 3, 4]] * 2, 2))
+    expect("tokens, and the position of the next", (in_order, ring._idx), ([[2, 3, 4]] * 2, 2))
 
 
 def batches_follow_plugins(server: ModuleType) -> None:
@@ -490,7 +490,7 @@ def buffers_are_read_after_clearing(mlx: ModuleType) -> None:
     numbers = mlx.random.normal((1 << 16,))
     mlx.eval(numbers)
     mlx.clear_cache()
-    del numbers  # its buffer goes to the cache, and the next array of its size takes it
+    del numbers  # the cache gets its buffer, and the next array of this size takes the buffer
     try:
         mlx.array([0.5] * (1 << 16))
     except RuntimeError as error:

@@ -53,8 +53,8 @@ class Decision:
     `stopped`: prompts whose clients left. `parks`: whether the youngest reply is parked, because
     memory does not suffice. `returning`: parked sequences for which there is room again. `begins`:
     groups of prompts whose replies begin together. `chunk`: how many tokens of which prompts are
-    computed in one call; the prompt whose turn it is comes first. `error`: the plugin's error while
-    the step was decided.
+    computed in one call; the prompt whose turn it is comes first. `error`: the error that a plugin
+    raised in the decision.
     """
 
     stopped: Sequence[int]
@@ -103,9 +103,9 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         """Whether memory did not suffice in the last step; if so, no prompt begins."""
         self._n_steps = 0
         self._progress: list[Any] = []
-        """The responses of the running step for prompts."""
+        """The responses for prompts of the running step."""
         self._tokens: list[Any] = []
-        """The responses of the last step for replies."""
+        """The responses for replies of the last step."""
         self._copied: list[int] = []
         """The uids of the replies whose rows the evaluated caches hold."""
 
@@ -386,13 +386,13 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         return PromptProcessingBatch.Response(prompt.uid, (n_done, prompt.n_tokens), is_end, is_end)
 
     def _copy_rows(self) -> None:
-        """Evaluate the caches if rows were added or removed."""
+        """Evaluate the caches after rows were added or removed."""
         if self.replies.uids != self._copied:
             self._copied = list(self.replies.uids)
             self._eval_parts(self.replies.prompt_cache)
 
     def _eval_parts(self, caches: Sequence[Any]) -> None:
-        """Evaluate caches some layers at a time: MLX frees old arrays only after an evaluation."""
+        """Evaluate caches some layers at a time: MLX frees old arrays only at the end."""
         n_bytes, layers = 0, list[Any]()
         for cache in caches:
             n_bytes += cache.nbytes

@@ -129,7 +129,7 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
             raise
 
     def load(self, model_path: Any, adapter_path: Any = None, draft_model_path: Any = None) -> Any:
-        """Load like stock; for the command line's model, its adapter is the default."""
+        """Load like stock; the command line's adapter is the default for its model."""
         if model_path in ("default_model", *self._own_names) and self.cli_args.model is not None:
             model_path = self.cli_args.model
             adapter_path = adapter_path or self.cli_args.adapter_path
@@ -324,7 +324,7 @@ class StepFailures:
 
 
 def _computes() -> bool:
-    """Whether the device can add a few numbers."""
+    """Whether the device still computes: it adds a few numbers."""
     for _ in range(_N_TRIES):
         try:
             total = mx.ones(8).sum()
@@ -430,7 +430,7 @@ class PluginPromptCache(StockPromptCache):  # type: ignore[misc]
     ) -> None:
         if isinstance(tokens, TakenTokens):
             tokens.taken.insert(tokens, prompt_cache, cache_type)
-            prompt_cache.clear()  # stock's loop holds the list until the next prompt
+            prompt_cache.clear()  # stock's loop refers to the list until the next prompt
             return
         super().insert_cache(model, tokens, prompt_cache, *args, cache_type=cache_type, **kwargs)
 

@@ -9,7 +9,7 @@ _SHORT = 64
 """The time of a chunk of at most this many tokens may be only overhead."""
 
 _MOST_FOR_OVERHEAD = 256
-"""If overhead dominates, a chunk may be longer than its time allows, up to this length."""
+"""If its time is mostly overhead, a chunk may be longer than planned, up to this length."""
 
 _USUAL_CHUNK = 512
 """The chunk length that `seconds` assumes."""

@@ -1,4 +1,4 @@
-"""The prompts that are being computed: their order, chunk sizes, and prompts that share a call.
+"""The prompts that are being computed: their order, their chunks, and their shared calls.
 
 The prompt of a request that is served alone is computed in the same chunks, and plugins save each
 chunk. Stock would compute it in one call, and lose it if the client left. Only the last token and
@@ -53,7 +53,7 @@ def chunk_size(position: int, most: int) -> int:
 
 
 def peak_memory() -> Callable[[], int]:
-    """Return a function: the peak memory from now on, less the memory in use now or at the end.
+    """Return a function that returns the peak memory from now on, less the memory in use.
 
     This resets MLX's counter. Some models evaluate within their call, so call this function before.
     """
@@ -90,7 +90,7 @@ class Prefill:
     max_tokens: int
     caches: list[Any]
     tokens: Any
-    """The ids of `caches`, a list; `TakenTokens` if a plugin took the request."""
+    """A list of the ids of `caches`; `TakenTokens` if a plugin took the request."""
     sampler: Any
     processors: Any
     stops: Any
@@ -100,7 +100,7 @@ class Prefill:
     is_alone: bool = False
     """Whether to compute the prompt alone: it was parked, or failed with other prompts."""
     batch: Any = None
-    """A batch of stock's with this row."""
+    """A stock batch with this prompt as its row."""
     n_tokens: int = field(init=False)
     """How many ids the segments had before any id was computed."""
     passed_over: int = 0
@@ -165,7 +165,7 @@ class Prefills:
     def _chunk(
         self, turn: Prefill, unready: Sequence[Prefill], step_s: float | None
     ) -> dict[int, int]:
-        """Return how many tokens of which prompts to compute, first of the prompt `turn`.
+        """Return the prompts to compute, `turn` first, and how many tokens of each prompt.
 
         If its segment ends, other prompts whose segments end join it, if they fit when padded.
         """
@@ -254,7 +254,7 @@ class Prefills:
                 batch.extend(prefill.batch)
         for cache in batch.prompt_cache:
             if hasattr(cache, "finalize"):
-                cache.finalize()  # otherwise each step changes a state's padding, never evaluated
+                cache.finalize()  # else each step changes a state's padding without evaluation
         return batch
 
 
@@ -361,7 +361,7 @@ def _is_stopped(request: Taken) -> bool:
 
 @dataclass
 class ComputedModel:
-    """A model, and its caches of the first `n_tokens` of a prompt."""
+    """A model, and caches of the first `n_tokens` of a prompt."""
 
     model: Any
     caches: list[Any]

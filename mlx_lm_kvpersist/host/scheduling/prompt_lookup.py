@@ -1,6 +1,6 @@
 """Prompt-lookup decoding: a reply that repeats known text is computed several tokens in a step.
 
-The last four ids may have occurred before in the conversation, or a longer run in stored ids. Then
+If the last four ids occurred before in the conversation, or a longer run occurs in stored ids,
 the ids that followed are drafts: the model checks them in one call, together with the next token.
 Drafts that the model also samples are kept; wrong drafts are trimmed from the caches. A greedy
 reply equals the reply without drafts, except for the rounding of other kernels. Every sampled token
@@ -43,7 +43,7 @@ class Occurrences:
     def update(self) -> None:
         """Index the new ids, and some older ids."""
         ids, ends = self.ids, self._ends
-        for end in range(self._newest, len(ids)):  # no id follows the last run yet
+        for end in range(self._newest, len(ids)):  # the newest run has no next id yet
             ends[tuple(ids[end - N_LAST : end])] = end
         self._newest = max(self._newest, len(ids))
         until = max(N_LAST, self._oldest - _INDEXED_AT_ONCE)
@@ -58,7 +58,7 @@ class Occurrences:
 
 
 class PromptLookup:
-    """Makes the steps of a single reply, some of several tokens. Generation thread.
+    """Makes the steps of a single reply; some steps have several tokens. Generation thread.
 
     Gains and losses are added up in steps, and nothing is drafted while the sum is below zero. So
     wrong drafts cost a step or two, and `PAID_OFF` of the time, beyond the gains of right drafts.
@@ -126,7 +126,7 @@ class PromptLookup:
         return drafted if len(drafted) > 1 else []
 
     def _after(self, last: Sequence[int], n: int) -> list[int]:
-        """Return up to `n` ids that may follow the last ids, by the conversation, or a plugin."""
+        """Return up to `n` ids that may follow the last ids, from the conversation or a plugin."""
         assert self._occurrences is not None
         ids = self._occurrences.after(last[-N_LAST:], n)
         request = getattr(self._occurrences.ids, "taken", None)

@@ -1,4 +1,4 @@
-"""The server's response generator: plugins, the order of waiting requests, the thread's end.
+"""The server's response generator: the hooks, the order of waiting requests, the end of its thread.
 
 Plugins see a request before and after it is tokenized. While other sequences are served, a request
 whose data a plugin prefetches waits until the data is in RAM, and other requests pass it.
@@ -356,7 +356,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _rendered_once(
         self, tokenizer: Any, request: Any, args: Any, waiting: Waiting | None
     ) -> Rendered:
-        """Return rank 0's rendering of a request: templates may show the time, files may differ.
+        """Return rank 0's rendering: templates may show the time, and files may differ.
 
         Each rank reads images on its own.
         """

@@ -25,11 +25,11 @@ LARGE_S = 0.25
 """A request that has worked longer lets shorter requests pass."""
 
 WEIGH_EVERY = 32
-"""The number of reply tokens after which memory is counted, although no reply began or ended."""
+"""The number of reply tokens after which the memory account is updated again."""
 ASK_EVERY = 8
 """Several ranks ask rank 0 after this number of steps, because they wait for its answer."""
 ARRIVING: dict[int, float] = {}
-"""When each HTTP thread that reads or tokenizes a request now began, by thread number."""
+"""The start time of each HTTP thread that reads or tokenizes a request, by its number."""
 
 
 class ReplyQueue:
