@@ -139,7 +139,7 @@ class Block:
 class Checkpoint:
     """The content of windows or recurrent layers at the end of the block with the key `block`.
 
-    It has a file of its own, which may be evicted before the block. `kind` is the content:
+    It has a separate file, which may be evicted before the block's. `kind` is the content:
     "state", of recurrent layers, with the newest tokens of quantized layers, or "window-512", the
     KV of layers that see 512 tokens. `n_tokens` is the number of the block's last tokens that
     the checkpoint covers, 0 for a state.

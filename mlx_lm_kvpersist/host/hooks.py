@@ -296,8 +296,8 @@ class TakenRequest:
         With a draft model, its caches follow the main model's caches. Both may hold fewer tokens,
         because the last token is computed with the next token.
 
-        cache_type: "prefill" after a chunk of a prompt, if no part ends there; "system" or "user"
-        at the end of that part, "assistant" at the end of the reply, or when its client left;
+        cache_type: "system" or "user" at the end of this segment of a prompt; "prefill" after any
+        other chunk of a prompt; "assistant" at the end of the reply, or when its client left;
         "parked" when the reply was taken out of the batch.
         """
 
@@ -377,7 +377,7 @@ def expect(is_right: bool, answer: Any, expected: str) -> None:
 
 @hookspec
 def add_options(parser: ArgumentParser) -> None:
-    """Add command line options, in an argument group of the plugin's own."""
+    """Add command line options, in a separate argument group."""
 
 
 @hookspec
@@ -397,7 +397,7 @@ def routes() -> list[Route]:  # type: ignore[empty-body]
 def started(serve: Callable[[Callable[[Any], None]], None]) -> None:
     """The server is about to listen. Main thread.
 
-    `serve` runs a function with a handler, as a route is run, for a request of the plugin's own:
+    `serve` runs a function with a handler, as a route is run, for a request of the plugin:
     no client waits for its answer. Any thread may call it.
     """
 

@@ -98,7 +98,7 @@ class PatchChecks:
 
     @hookimpl(trylast=True)
     def configure(self) -> None:
-        with alone():  # a check serves requests of its own
+        with alone():  # a check serves test requests
             for check in self._checks:
                 check()
 

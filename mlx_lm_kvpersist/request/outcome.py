@@ -197,7 +197,7 @@ def why_not_stored(
     """Return why the text after a match is not stored: it was removed, is stored under another
     root, or was never saved.
 
-    The returned text, unless it is "", replaces the reason's own text. The tenant's own blocks are
+    The returned text, unless it is "", replaces the text of the reason. The tenant's blocks are
     compared first, so that the reason in a reply does not depend on other tenants.
     """
     used = (block for block in match.path if block.stop <= match.n_tokens)

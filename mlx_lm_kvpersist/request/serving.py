@@ -340,7 +340,7 @@ class Serving:
                 logger.exception("kvpersist: a turn could not be saved")
 
     def finish(self, state: RequestState) -> None:
-        """Before a reply's last part is sent, wait until enough of the turn is on disk. HTTP thread.
+        """Wait, before a reply's last part is sent, until enough of it is on disk. HTTP thread.
 
         A kill then loses at most one block of the prompt and the last block of the reply.
         """
@@ -485,7 +485,7 @@ class ServedRequest(TakenRequest):
         return Prepared(fed, reuse.caches, n_reused, draft)
 
     def _common(self, lookup: Lookup | None) -> Lookup | None:
-        """Return each rank's own lookup of the tokens that rank 0 has found."""
+        """Return this rank's lookup of the tokens that rank 0 has found."""
         if not (together := self._serving.model.ranks).are_several:
             return lookup
         agreed = together.first(lambda: lookup.agreed() if lookup else None, "what is restored")

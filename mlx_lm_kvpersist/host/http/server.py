@@ -258,7 +258,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     def complete(self, request: Request, api: API | None, *, is_sent: bool = True) -> None:
         """Generate a reply to a parsed request, and send it. Raises the errors of generation.
 
-        api: the API of the errors and of the stream; None for stock's own.
+        api: the API of the errors and of the stream; None for stock's API.
         """
         self._begin(request)
         self.completion = Completion(self, api, request.reply, self.stream, request.tools)
@@ -301,7 +301,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         self.wfile.write(b'{"status": "ok"}' if is_healthy else b'{"status": "unavailable"}')
 
     def handle_models_request(self) -> None:
-        """List the server's own model, stock's list, and two further names of the own model.
+        """List the server's model, stock's list, and two further names of the server's model.
 
         Routers take the first name, Claude Code offers only names that begin with "claude", and
         clients are configured with `default_model`. A path that names a model is answered with
@@ -470,7 +470,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
 
 
 def is_alias(model: str) -> bool:
-    """Tell whether a request names an Anthropic model: the server's own model replies then."""
+    """Tell whether a request names an Anthropic model; the server's model then replies."""
     return model.startswith(("claude", "anthropic")) and "/" not in model
 
 

@@ -285,7 +285,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="attention",
         target="mlx_lm.models.base:quantized_scaled_dot_product_attention",
-        why="Caches bring an attention of their own for packed keys; stock's is wrong for some.",
+        why="Caches have their own attention for packed keys; stock's is wrong for some keys.",
         expect=(
             Uses("scaled_dot_product_attention", "quantized_scaled_dot_product_attention"),
             Uses("scaled_dot_product_attention", "hasattr"),
@@ -304,7 +304,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="http_server",
         target="mlx_lm.server:_run_http_server",
-        why="Plugins see requests and replies, add headers and answer paths of their own.",
+        why="Plugins see requests and replies, add headers, and answer additional paths.",
         expect=(
             Overrides(
                 "APIHandler",

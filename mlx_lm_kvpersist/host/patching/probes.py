@@ -259,7 +259,7 @@ def requests_pass_plugins(server: ModuleType) -> None:
 
 
 def taken(plugin: ProbePlugin, ids: list[int]) -> Taken:
-    """Return a request for a prompt of `ids` that has entered, as the probe's plugin takes it."""
+    """Return a request with a prompt of `ids`, which the probe's plugin took and which entered."""
     prompt = hooks.Prompt(ids, [ids], ["user"])
     return Taken("probe", ProbeRequest(plugin, prompt), prompt=prompt)
 
@@ -382,7 +382,7 @@ def batches_follow_plugins(server: ModuleType) -> None:
 
 
 class ProbeKeys(tuple[Any, ...]):
-    """Packed keys with an attention of their own, which returns its arguments."""
+    """Packed keys with their own attention function, which returns its arguments."""
 
     def attend(self, *arguments: Any) -> tuple[Any, ...]:
         return arguments

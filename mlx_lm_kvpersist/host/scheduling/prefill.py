@@ -94,7 +94,7 @@ class Prefill:
     sampler: Any
     processors: Any
     stops: Any
-    _: KW_ONLY  # an item of stock's with one field more raises TypeError
+    _: KW_ONLY  # if stock's items get another field, TypeError is raised
     row: Any = None
     """Stock's batch of a parked reply, without caches: it has the next token and the counters."""
     is_alone: bool = False

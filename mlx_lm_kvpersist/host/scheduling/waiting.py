@@ -63,7 +63,7 @@ class ReplyQueue:
         return self.is_gone or self._is_told_to_stop
 
     def put(self, item: Any) -> None:
-        """Pass on an item of stock's. Raises `item` if it is a DeviceFailed, to end the server."""
+        """Pass on one of stock's items. If it is a DeviceFailed, raise it, to end the server."""
         if self._context is None and not isinstance(item, Exception):
             self._context, self._stop_stock = item, item.stop
             item.stop = self._stop
