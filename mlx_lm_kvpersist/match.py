@@ -43,7 +43,7 @@ class _Pieces(dict[int, bytes]):
 
 
 class _Decoder(codecs.BufferedIncrementalDecoder):
-    """UTF-8, in parts."""
+    """Decodes UTF-8 that comes in parts."""
 
     def _buffer_decode(self, data: Any, errors: str, final: bool) -> tuple[str, int]:
         text, n_used = codecs.utf_8_decode(data, errors, final)

@@ -241,7 +241,7 @@ class _Fitting:
         self._kinds: list[str] = []
         """The kinds of the fitted messages since the last answer, without repetitions."""
         self._open: list[dict[str, Any]] = []
-        """The fitted calls since the last question or answer that have no result yet."""
+        """The fitted calls without a result, since the last question or answer."""
         rest = deque(messages)
         while rest:
             message = rest.popleft()
