@@ -187,7 +187,7 @@ _LATIN_1 = {
     **{byte: chr(byte if byte in _PRINTABLE else 0x100) for byte in range(0x100)},
     **{0x100 + n: chr(byte) for n, byte in enumerate(_OTHERS)},
 }
-"""From a stand-in character to its byte in Latin-1; other characters have no such byte."""
+"""Maps a stand-in character to its byte in Latin-1; no other character has such a byte."""
 
 
 def _byte_level_piece(token: str) -> bytes:

@@ -456,7 +456,7 @@ class Lookup:
         return _Joined(point.n_tokens, caches, max(n_read.values(), default=0), slowest)
 
     def _outcome(self, joined: _Joined, n_wanted: int) -> Outcome:
-        """Return the outcome: how many tokens were reused, and why no more were."""
+        """Return the outcome: how many tokens were reused, and why not more."""
         stored, n_reused = self.stored, joined.n_tokens
         ids, granule = stored.prompt.ids, self.model.saver.granule
         is_all_stored = stored.match.n_tokens >= len(ids) - 1

@@ -1,4 +1,4 @@
-"""The number of tokens that a request reused, and why no more: for replies, log and metrics.
+"""The number of tokens that a request reused, and why not more: for replies, log and metrics.
 
 The log has the last requests, for people; metrics count all requests, for Prometheus.
 prometheus_client is imported when Prometheus first asks, so that neither the start nor a reply

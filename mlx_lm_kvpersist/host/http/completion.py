@@ -52,7 +52,7 @@ class Completion:
         text."""
         self.streams = streams
         """Whether the client gets the reply as a stream."""
-        self._context: Any = None  # stock's
+        self._context: Any = None  # stock's context
         self._is_open = False
         """Whether headers were sent: stock's headers, or early headers."""
         self._early_headers: list[tuple[str, str]] = []
@@ -82,7 +82,7 @@ class Completion:
         return list(chain(*manager.ask("response_headers", request=seen, is_early=is_early)))
 
     def responses(self, context: Any, responses: Iterable[Any]) -> Iterator[Any]:
-        """Return the reply's tokens, up to a stop word in their text. `context` is stock's."""
+        """Return the reply's tokens, up to a stop word in their text; keep stock's `context`."""
         self._context = context
         if self._api is not None and context.tool_parser is not None:
             context.tool_parser = partial(self._parse_call, context.tool_parser)

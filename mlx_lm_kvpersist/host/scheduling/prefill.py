@@ -79,7 +79,7 @@ def most_tokens(
 
 @dataclass(eq=False)
 class Prefill:
-    """A prompt from the queue until its reply begins. The first fields are stock's.
+    """A prompt from the queue until its reply begins. The first fields equal stock's fields.
 
     `segments` are the ids that are left; the last segment is one id, with which the reply begins.
     `caches`, one per layer, hold `tokens`; once the prompt is being computed, `batch` has them.
