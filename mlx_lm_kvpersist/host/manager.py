@@ -126,7 +126,7 @@ failures = PluginFailures(logger)
 
 
 def set_current(manager: pluggy.PluginManager, failed: PluginFailures | None = None) -> None:
-    """Make the server ask the plugins of `manager`; `failed` (default: the log) gets failures."""
+    """Make the server ask the plugins of `manager`; `failed` records their failures."""
     global _current, failures
     _current, failures = manager, failed or PluginFailures(logger)
 

@@ -238,7 +238,7 @@ class PluginHTTPServer(StockServer):
         self.shutdown()
 
     def _handle_request_noblock(self) -> None:
-        """Accept a connection. An interrupt here would close it without an answer."""
+        """Accept a connection. An interrupt here would close the connection at once."""
         with uninterrupted():
             super()._handle_request_noblock()  # type: ignore[misc]
 

@@ -109,7 +109,7 @@ def parameters(fields: Mapping[str, Any], args: Any) -> dict[str, Any]:
 
 
 def check_bias(bias: Any) -> None:
-    """Refuse a logit_bias for which stock's conversion raises an error that it does not catch."""
+    """Refuse a logit_bias whose conversion raises an error that stock does not catch."""
     if isinstance(bias, dict):
         is_right = all(isinstance(n, str | int | float) and _fits_float(n) for n in bias.values())
         require(is_right, "logit_bias", bias, "numbers for token ids")

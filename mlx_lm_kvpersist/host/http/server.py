@@ -82,7 +82,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
 
     @property
     def body(self) -> Any:
-        """The request's body. Stock sets it, then reads its fields."""
+        """The request's body. Stock sets the body, then reads its fields."""
         return self._body
 
     @body.setter
