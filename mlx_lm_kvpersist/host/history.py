@@ -130,7 +130,7 @@ class Template:
             return None
 
     def fits(self, before: list[str], kind: str) -> bool:
-        """Tell whether the template renders a kind of message, in order, after kinds `before`."""
+        """Tell whether the template renders a kind of message after messages of kinds `before`."""
         ends, usual, place = _ENDS, before or ["user", "assistant"], None
         if kind == "system":
             # A template that counts messages would treat a system message as the assistant's.

@@ -228,7 +228,7 @@ def ending_cleanly(provider: Any = None, grace_s: float = GRACE_S) -> Iterator[l
         _deferred[-1].append(number)
 
     previous: dict[signal.Signals, Any] = {signal.SIGTERM: signal.signal(signal.SIGTERM, handler)}
-    # A shell starts background jobs with SIGINT ignored, and nohup ignores SIGHUP; both stay so.
+    # A shell starts background jobs with SIGINT ignored, nohup ignores SIGHUP: both stay ignored.
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
             previous[number] = signal.signal(number, handler)

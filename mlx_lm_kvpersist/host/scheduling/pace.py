@@ -70,8 +70,8 @@ class Pace:
     def tokens(self, position: int, seconds: float) -> int:
         """Return how many tokens can be computed in `seconds`; 0 while no chunk was measured.
 
-        The result is at most four times the length of recent chunks. If overhead takes most of
-        the time, the tokens may take as long as the overhead: fewer would hardly be faster. An
+        The result is at most four times the length of recent chunks. Exception: if overhead takes
+        most of the time, the tokens may take as long as the overhead, without much loss. An
         unknown position counts as twice as slow as the last measured position before it.
         """
         place = position.bit_length()

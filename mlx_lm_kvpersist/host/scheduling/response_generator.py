@@ -381,7 +381,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         change any more.
 
         Raises:
-            RequestRefused: the request's model is not loaded, or it has images, whose tokens only
+            RequestRefused: the model is not loaded, or the request has images, whose tokens only
                 the model's processor knows.
         """
         provider, name = self.model_provider, args.model.model
