@@ -72,7 +72,7 @@ def check_pair(mlx_lm: str, mlx: str) -> None:
     if found_mlx < (oldest := pair.oldest_here):
         why = "the pair does not serve"
         if found_mlx >= pair.oldest_mlx:
-            why = "this mlx computes wrongly on some Macs, and GPU errors end it"
+            why = "this mlx computes wrongly on some Macs, and GPU errors end the process"
         raise UnsupportedVersion(
             f"found mlx-lm {mlx_lm} with mlx {mlx}, expected mlx {text(oldest)} or newer: {why}; "
             f"install one: pip install 'mlx>={text(oldest)}'"
