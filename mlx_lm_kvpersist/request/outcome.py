@@ -309,8 +309,8 @@ class Times:
 class Metrics:
     """All metrics.
 
-    store: returns `BlockStore.stats()`, or None without a store. memory: returns
-    `Memory.parts()`, or None without a model.
+    store: returns `BlockStore.stats()`; memory: returns `Memory.parts()`. They return None
+    without a store, or without a model.
     """
 
     def __init__(
