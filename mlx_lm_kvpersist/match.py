@@ -106,7 +106,7 @@ class TokenText:
         return list(compress(count(), map(controls.__contains__, ids))) if controls else []
 
     def controls(self, ids: Sequence[int], pending: bytes = b"") -> list[tuple[int, int]]:
-        """Return control tokens and images' first tokens, with the number of earlier characters."""
+        """Return control tokens and images' first tokens, and how many characters precede each."""
         controls, n_chars, start = [], 0, 0
         for place in self.control_places(ids):
             text, pending = self.feed(ids[start : place + 1], pending)
@@ -231,8 +231,8 @@ def beginnings(block: Block, source: BlockSource) -> list[Block]:
 class Match:
     """The stored blocks that begin as the prompt does.
 
-    The first `n_tokens` tokens of `path` are used; they decode to the first `n_chars` characters of
-    the prompt, without an image that is stored in part. `at_end`: nothing is stored after them on
+    The first `n_tokens` tokens of `path` are used: the prompt's first `n_chars` characters, less
+    the text of an image that is stored in part. `at_end`: nothing is stored after them on
     this branch. Otherwise the stored text agrees with the prompt for `n_agreed` characters, which
     may be a few more than `n_chars`, and continues with `stored_next`.
     """

@@ -194,7 +194,7 @@ class Ranks:
         with suppress(OSError):
             line.recv(1)  # no rank sends anything
         if not self.is_ending:
-            end(f"another rank than rank {self.rank} has ended")
+            end(f"rank {self.rank} ends: another rank has ended")
 
     def wait_for(self, seconds: float) -> None:
         """Set the seconds that this rank waits for a message from now on."""

@@ -135,7 +135,7 @@ def remember(
 
 
 def digest_of(text: str) -> tuple[int, str]:
-    """Return the size in bytes and the digest of a prompt's text, which replies record."""
+    """Return the size in bytes and the digest of a prompt's text, to keep in a reply."""
     encoded = text.encode()
     return len(encoded), blake2b(encoded, digest_size=_DIGEST_BYTES).hexdigest()
 

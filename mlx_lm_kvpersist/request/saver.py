@@ -375,7 +375,7 @@ class CheckpointSaver(Saver):
     ) -> list[tuple[Checkpoint, Arrays]]:
         """Return the missing windows and state at the end of the chain.
 
-        If they are to be written `at_once`, a longer window that is only in RAM is not enough.
+        With `at_once`, a window longer than needed does not count if it is only in RAM.
         """
         n_tokens = chain[-1].stop
         new: list[tuple[Checkpoint, Arrays]] = []

@@ -496,7 +496,7 @@ class ServedRequest(TakenRequest):
         return Lookup(prompt, self._root, self._serving.store, model, n_worth=n_worth)
 
     def _draft_of(self, fed: Prompt, sequence: RunningSequence) -> Prepared | None:
-        """Restore the stored part of the same tokens for the draft model, if one is loaded."""
+        """Restore the stored part of the prompt for the draft model, if one is loaded."""
         serving, model = self._serving, self._serving.model.draft
         if model is None:
             return None
@@ -530,7 +530,7 @@ class ServedRequest(TakenRequest):
                 state.move(Stage.DONE if has_ended else Stage.DECODE)
             if serving.keeps(state):  # otherwise no request would find the tokens
                 serving.save(state, tokens, caches, cache_type)
-                # Otherwise `finish` remembers the reply, when the sent text is known.
+                # If the sent text is not known yet, `finish` remembers the reply.
                 if self._request.client_gone or state.sent is not None:
                     serving.remember(state)
         if has_ended and state.is_saved is not None:
