@@ -124,7 +124,7 @@ def test_a_rank_that_waits_for_too_long_ends(tmp_path: Path) -> None:
     """
     is_silent = "sys.stdin.read()"
     (code, _, errors), _ = of_ranks(tmp_path, waits, is_silent)
-    assert code == 1 and "not heard of the other ranks for 0.1 s" in errors
+    assert code == 1 and "got no message from other ranks for 0.1 s" in errors
 
 
 def test_one_process_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -411,8 +411,14 @@ def test_an_empty_beginning_is_a_new_message(renderers: dict[str, Renderer]) -> 
     ("history", "says"),
     [
         ([user(), answer("It is ")], "messages[1].content: final assistant content cannot end"),
-        ([user()], "continue_final_message is true, expected a text of the assistant's"),
-        ([user(), calls()], "continue_final_message is true, expected a text of the assistant's"),
+        (
+            [user()],
+            "continue_final_message is true, expected an assistant's text as the last message",
+        ),
+        (
+            [user(), calls()],
+            "continue_final_message is true, expected an assistant's text as the last message",
+        ),
     ],
 )
 def test_what_cannot_be_continued_is_refused_by_name(
