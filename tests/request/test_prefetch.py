@@ -136,10 +136,6 @@ class Server:
         self.generator.stop_and_join()
 
 
-def knows_its_model(plugin: KVPersistPlugin) -> bool:
-    return plugin._serving is not None
-
-
 @pytest.fixture
 def server(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setattr(lookup, "MIN_PREFETCH_BYTES", 0)
@@ -161,7 +157,7 @@ def server(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) ->
             generator = module.ResponseGenerator(provider, module.LRUPromptCache(10))
             made = Server(module, plugin, generator, str(tiny_model))
             try:
-                wait_until(lambda: knows_its_model(plugin), "what the model needs")
+                wait_until(lambda: provider.is_loaded(str(tiny_model)), "the model")
                 yield made
             finally:
                 made.close()
