@@ -506,7 +506,7 @@ def _replies_left(
         return []
     children = store.children(chain[fork].key, limit=FEW + 1)
     if len(children) > FEW:
-        return []  # so many children are separate conversations
+        return []  # more children than FEW are separate conversations
     left: list[Checkpoint] = []
     for child in children:
         branch: list[Block] = []

@@ -244,7 +244,7 @@ class Serving:
                 state.fetched = self.store.shared.fetch(wanted)
 
     def _wanted(self, prompt: Prompt, root: Root) -> Wanted:
-        """Return which blocks of a prompt this store has, and how to fetch the others."""
+        """Return which blocks of a prompt this store has, and how to fetch the missing blocks."""
         from ..store.shared import Wanted  # imported late: most servers have no shared tier
 
         store, model, spec = self.store, self.model, self.model.spec
