@@ -2,7 +2,7 @@
 
     python -m benchmarks.run_all --preset gpu-1 --out FOLDER
 
-Presets are `smoke` (a tiny model, one or two minutes), `cpu`, and `gpu-1` to `gpu-5`, which may run
+Presets are `smoke` (a tiny model, one or two minutes), `cpu`, and `gpu-1` to `gpu-6`, which may run
 at the same time, each on its own GPUs. A preset writes one file into FOLDER, and saves each sample
 at once. The run ends with an error if a server does not do the work that is measured.
 """
@@ -105,6 +105,7 @@ PRESETS = {
     # `start` has one repeat, because a first start compiles kernels for more than a minute.
     "gpu-4": Preset(_8B, (_step("start", n_repeats=1), _step("store", n_tokens=8192, n_repeats=3))),
     "gpu-5": Preset(_8B, (_step("stall", context=16384, n_repeats=3),)),
+    "gpu-6": Preset(_8B, (_step("ttft", contexts={8192: 3, 32768: 1}, n_ranks=2),)),
 }
 
 

@@ -37,8 +37,8 @@ class Run:
         """Return the side with this name."""
         return self.before if name == BEFORE and self.before else SIDES[name]
 
-    def fleet(self, names: Iterable[str]) -> Fleet:
-        return Fleet(self.model.path, [self.side(name) for name in names])
+    def fleet(self, names: Iterable[str], n_ranks: int = 1) -> Fleet:
+        return Fleet(self.model.path, [self.side(name) for name in names], n_ranks)
 
 
 def tokens(n: int) -> str:

@@ -17,7 +17,8 @@ from typing import Any
 from mlx_lm_kvpersist.api.admin import REQUESTS_PATH, SPEC_PATH, STATS_PATH
 from mlx_lm_kvpersist.cli.machine import device
 from mlx_lm_kvpersist.config import DEFAULT_BITS
-from tests.support import Reply, ServerProcess
+from tests.support import Reply
+from tests.support.ranks import RankedServer
 from tests.support.synthetic import Message, synthetic_text
 
 from .checks import SERVED, Expected, WrongMeasurement, check_kept, check_outcome
@@ -66,8 +67,11 @@ def before_side(checkout: Path) -> Side:
     return replace(SIDES[OURS], name=BEFORE, checkout=checkout.resolve())
 
 
-class BenchmarkServer(ServerProcess):
-    """The server of one side. The run ends if it serves otherwise than the side's name says."""
+class BenchmarkServer(RankedServer):
+    """The server of one side. The run ends if it serves otherwise than the side's name says.
+
+    gpus: the values of CUDA_VISIBLE_DEVICES for its ranks; if empty, the environment's value stays.
+    """
 
     def __init__(
         self,
@@ -75,8 +79,10 @@ class BenchmarkServer(ServerProcess):
         side: Side,
         folder: Path,
         env: Mapping[str, str] | None = None,
+        n_ranks: int = 1,
+        gpus: Sequence[str] = (),
     ) -> None:
-        self.side = side
+        self.side, self.gpus = side, gpus
         self.store = folder / f"store-{side.name}"
         path = (str(side.checkout), os.environ.get("PYTHONPATH", ""))
         super().__init__(
@@ -95,11 +101,23 @@ class BenchmarkServer(ServerProcess):
             log_path=folder / f"{side.name}.log",
             start_timeout_s=600.0,
             request_timeout_s=600.0,
+            n_ranks=n_ranks,
         )
 
     def __enter__(self) -> BenchmarkServer:
         self.start()
         return self
+
+    def _of_rank(self, rank: int) -> dict[str, str]:
+        gpu = {"CUDA_VISIBLE_DEVICES": self.gpus[rank]} if self.gpus else {}
+        return {**super()._of_rank(rank), **gpu}
+
+    def terminate(self, timeout_s: float = 60.0) -> int:
+        status = super().terminate(timeout_s)
+        # With the plugin they write what they store, and end; those of the stock server stay.
+        if self.side.bits is not None:
+            self.wait_for_others(timeout_s)
+        return status
 
     def ask(
         self, messages: Sequence[Message], max_tokens: int, expected: Expected, **params: Any
@@ -168,15 +186,15 @@ class Fleet:
     If CUDA_VISIBLE_DEVICES names several GPUs, the servers are spread over them.
     """
 
-    def __init__(self, model: Path, sides: Sequence[Side]) -> None:
+    def __init__(self, model: Path, sides: Sequence[Side], n_ranks: int = 1) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="kvpersist-bench-"))
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         # An MLX process keeps the GPU memory that it has used, so two servers on one GPU may not
         # have enough.
-        own_gpus = [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus] if len(gpus) > 1 else [None]
+        groups = [gpus[n : n + n_ranks] for n in range(0, len(gpus), n_ranks)]
         self.servers = {
-            side.name: BenchmarkServer(model, side, self._folder, own_gpu)
-            for side, own_gpu in zip(sides, cycle(own_gpus), strict=False)
+            side.name: BenchmarkServer(model, side, self._folder, n_ranks=n_ranks, gpus=group)
+            for side, group in zip(sides, cycle(groups if len(gpus) > 1 else [[]]), strict=False)
         }
 
     def __enter__(self) -> Fleet:

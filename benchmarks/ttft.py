@@ -4,6 +4,8 @@ Each side serves the same conversations. A conversation is a new prompt, the sam
 the next turn. Then the plugin's server ends, the page cache of its store is dropped, the server
 starts again, and the same next turn is served from disk. A restart of the stock server loses all
 prompts, so this turn is compared with stock's new prompts.
+
+`n_ranks` processes compute each server's model together, as `mlx.launch` starts them.
 """
 
 from __future__ import annotations
@@ -28,17 +30,18 @@ _SLACK = 32
 """The number of tokens at a prompt's end that the next turn may change."""
 
 
-def measure(run: Run, contexts: Mapping[int, int]) -> None:
+def measure(run: Run, contexts: Mapping[int, int], n_ranks: int = 1) -> None:
     """Measure prompts; `contexts` maps their lengths to the number of repeats."""
     sides = run.sides()
+    names = {n: tokens(n) + (f", {n_ranks} ranks" if n_ranks > 1 else "") for n in contexts}
     talks: dict[tuple[int, int, str], list[Message]] = {}
-    with run.fleet(sides) as fleet:
+    with run.fleet(sides, n_ranks) as fleet:
         for context, n_repeats in contexts.items():
             for repeat in range(n_repeats):
                 n_tokens = context - N_SHORTER
                 prompt = run.prompts.of_length(n_tokens, seed=1000 * context + repeat)
                 for side in rotated(sides, repeat):
-                    talk = _converse(run, fleet[side], prompt, context)
+                    talk = _converse(run, fleet[side], prompt, context, names[context])
                     if side != STOCK:
                         talks[context, repeat, side] = talk
         share = fleet.restart()
@@ -49,18 +52,19 @@ def measure(run: Run, contexts: Mapping[int, int]) -> None:
             f"of a block of 256. The next turn adds {N_NEW} tokens and the reply. After a restart "
             f"the store is read from disk; the page cache {left}. The rows after a restart are "
             "compared with stock's new prompt. Each server that starts answers one short prompt "
-            "first, which compiles its kernels.",
+            "first, which compiles its kernels. "
+            + (f"Ranks: {n_ranks} processes that MLX's ring connects." if n_ranks > 1 else ""),
         )
         for (context, _, side), talk in talks.items():
             reply = fleet[side].ask(talk, 1, from_disk(context - N_SHORTER - _SLACK))
-            _add(run, f"after a restart, {tokens(context)}", side, reply)
+            _add(run, f"after a restart, {names[context]}", side, reply)
 
 
 def _converse(
-    run: Run, server: BenchmarkServer, prompt: list[Message], context: int
+    run: Run, server: BenchmarkServer, prompt: list[Message], context: int, name: str
 ) -> list[Message]:
     """Measure a conversation with one server; return the prompt of its next turn."""
-    side, name = server.side.name, tokens(context)
+    side = server.side.name
     n_tokens = context - N_SHORTER
     first = server.ask(prompt, MAX_TOKENS, new())
     _add(run, f"new prompt, {name}", side, first)

@@ -12,7 +12,9 @@ import pytest
 
 import mlx_lm_kvpersist
 from benchmarks import decode, run_all, shared, stall, start, streams, together, ttft
+from benchmarks.models import BenchmarkModel
 from benchmarks.page_cache import drop_cached_pages
+from benchmarks.report import Report
 from benchmarks.runs import BOTH, Run
 from benchmarks.servers import (
     BEFORE,
@@ -24,7 +26,7 @@ from benchmarks.servers import (
     Fleet,
     before_side,
 )
-from tests.support import ServerError
+from tests.support import ServerError, make_tiny_model
 
 
 def values(run: Run) -> dict[tuple[str, str], list[float]]:
@@ -34,12 +36,15 @@ def values(run: Run) -> dict[tuple[str, str], list[float]]:
 
 
 @pytest.mark.slow
-def test_first_tokens(run: Run) -> None:
-    ttft.measure(run, {512: 2})
+@pytest.mark.parametrize(("n_ranks", "name"), [(1, "512"), (2, "512, 2 ranks")])
+def test_first_tokens(report: Report, tmp_path: Path, n_ranks: int, name: str) -> None:
+    model = make_tiny_model(tmp_path / "model", n_heads=4, n_kv_heads=2)
+    run = Run(BenchmarkModel("tiny", model), report)
+    ttft.measure(run, {512: 2}, n_ranks)
     found = values(run)
     states = ("new prompt", "same prompt again", "next turn")
-    rows = {(f"{state}, 512", side) for state in states for side in BOTH}
-    assert found.keys() == {*rows, ("after a restart, 512", OURS)}
+    rows = {(f"{state}, {name}", side) for state in states for side in BOTH}
+    assert found.keys() == {*rows, (f"after a restart, {name}", OURS)}
     assert all(len(each) == 2 and min(each) > 0 for each in found.values())
     assert "page cache" in run.report.content["notes"][ttft.QUESTION]
 

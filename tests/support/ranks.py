@@ -16,7 +16,7 @@ from .zygote import Zygote
 
 
 class RankedServer(ServerProcess):
-    """Rank 0 is the HTTP server; `others` are the processes of the other ranks.
+    """Rank 0 is the HTTP server; `others` are the processes of the other ranks, if any.
 
     Only MLX's ring, and their own code, starts or ends them together. The others get
     the options `others_extra`, too.
@@ -63,12 +63,17 @@ class RankedServer(ServerProcess):
             self.env = own
 
     def _of_rank(self, rank: int) -> dict[str, str]:
+        """Return the environment variables of one rank; none if the model has only one."""
+        if self.n_ranks == 1:
+            return {}
         threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         return {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(self._hosts), **threads}
 
     def stop(self) -> None:
-        super().stop()
-        self.end_others()
+        try:
+            super().stop()
+        finally:
+            self.end_others()
 
     def kill_all(self) -> None:
         """Send SIGKILL to every rank."""
