@@ -203,6 +203,18 @@ def test_a_beat_to_nobody_harms_nobody(words: WordsServer, keepalives: Keepalive
     assert len(said(words.post(CHAT, "/v1/chat/completions")[2])) == 5
 
 
+@BOTH
+@pytest.mark.parametrize("stream", [True, False])
+def test_nothing_is_read_after_a_stop_word(
+    words: WordsServer, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    """After `stop` the server's generator says nothing: a server that read on would wait forever."""
+    words.generator.model_provider.tokenizer = SimpleNamespace()
+    status, _, answer = words.post({**body, "stream": stream, "stop": "1"}, path)
+    assert (status, words.generator.n_said) == (200, 2)
+    assert '"finish_reason": "stop"' in answer
+
+
 def test_reasoning_is_counted_in_tokens() -> None:
     """Several tokens may make one character, and then come in one part."""
     reply = ResponsesReply({}, {}, is_kept=True)
