@@ -22,6 +22,7 @@ from .. import __version__
 from .._startup import serve
 from ..config import add_options
 from ..errors import KVPersistError, remedy
+from ..host.patching import versions
 from ..host.stopping import requested_plugins, with_nearest
 from ..units import parse_days, parse_size
 
@@ -91,9 +92,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     module, _, function = args.run.partition(":")
     try:
-        if getattr(args, "model", None) and not os.environ.get("MLXLM_USE_MODELSCOPE"):
-            # Before imports that take seconds. With the variable mlx-lm asks another hub.
-            _imported("bench").fetched(args.model)
+        if getattr(args, "model", None):  # before imports that take seconds
+            versions.check()
+            if not os.environ.get("MLXLM_USE_MODELSCOPE"):  # with it, mlx-lm asks another hub
+                _imported("bench").fetched(args.model)
         run = getattr(_imported(module), function)
         result = _of_each_rank(run, args) if args.command in _OF_RANKS else run(args)
         status: int = result if isinstance(result, int) else result.tell(args)
@@ -122,8 +124,6 @@ def _imported(module: str) -> ModuleType:
     try:
         return importlib.import_module(f"{__package__}.{module}")
     except ImportError:
-        from ..host.patching import versions
-
         versions.check()
         raise
 

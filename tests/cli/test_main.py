@@ -18,6 +18,7 @@ import pytest
 from mlx_lm_kvpersist import __version__
 from mlx_lm_kvpersist.cli import main as cli
 from mlx_lm_kvpersist.errors import StoreError
+from mlx_lm_kvpersist.host.patching import versions
 
 ROOT = Path(__file__).parents[2]
 
@@ -285,3 +286,14 @@ def test_a_model_that_is_nowhere_is_one_line(
         "downloaded before, and the hub cannot be reached); expected a folder with an MLX model, "
         "or a repository of Hugging Face\n"
     )
+
+
+@pytest.mark.parametrize("command", ["spec", "bench", "quality", "demo"])
+def test_an_unsupported_mlx_lm_is_known_before_a_model_is_fetched(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "installed", {"mlx-lm": "0.31.2", "mlx": "0.32.4"}.get)
+    monkeypatch.setattr("mlx_lm_kvpersist.cli.bench.fetched", lambda model: pytest.fail("fetched"))
+    assert cli.main([command, "--model", "someone/large"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"mlx-lm-kvpersist {command}: found mlx-lm 0.31.2, supported are ")
