@@ -11,7 +11,7 @@ from ..api.admin import REQUESTS_PATH, STATS_PATH
 from ..errors import KVPersistError
 from ..units import show_bytes
 from .opening import reading
-from .output import Report, by_id, local_time, shown, table
+from .output import Report, by_id, local_time, shown, table, utc_time
 from .servers import ask
 
 Record = dict[str, Any]
@@ -37,8 +37,9 @@ def run(args: argparse.Namespace) -> Report:
                 time.sleep(_LOOK_AGAIN_S)
                 records = index.state.requests()
             store = {"written_last_hour_bytes": index.state.written_last_hour()}
+    found = records if args.request is None else _chosen(records, args.request)
+    content = [{**record, "received": utc_time(record["received"])} for record in found]
     if args.request is not None:
-        found = _chosen(records, args.request)
         if not found:
             raise KVPersistError(
                 f"no request {args.request!r} among the last requests: no id begins or ends with "
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> Report:
             raise KVPersistError(
                 f"{len(found)} ids begin or end with {shown(args.request)}; type more of the id"
             )
-        return Report(found[0], *_explained(found[0]))
+        return Report(content[0], *_explained(found[0]))
     rows = [
         [local_time(record["received"]), record["id"], shown(record["sentence"], 400)]
         for record in records
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> Report:
     if not args.url:
         none += "; for a server with another folder, say --kvpersist-dir FOLDER or --url"
     sums = _sums(records, store, stats.get("memory"))
-    return Report(records, listed if rows else none, "", *sums)
+    return Report(content, listed if rows else none, "", *sums)
 
 
 def _chosen(records: list[Record], wanted: str) -> list[Record]:

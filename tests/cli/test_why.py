@@ -41,3 +41,10 @@ def test_a_record_that_is_written_late_is_waited_for(
 ) -> None:
     monkeypatch.setattr(time, "sleep", lambda seconds: add(run, IDS[0]))
     assert run("why", IDS[0]) == 0 and IDS[0] in run.out
+
+
+def test_times_in_json_are_those_of_every_command(run: CommandLine) -> None:
+    add(run, IDS[0])
+    (listed,) = run.json("why")
+    assert run.json("why", IDS[0]) == listed
+    assert listed["received"] == "1970-01-01T00:00:00+00:00"

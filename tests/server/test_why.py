@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvpersist.cli.main import main
+from mlx_lm_kvpersist.cli.output import utc_time
 from tests.support import (
     Message,
     ServerProcess,
@@ -37,6 +38,11 @@ def records(server: ServerProcess) -> list[dict[str, Any]]:
     assert status == 200
     answer: list[dict[str, Any]] = json.loads(body)
     return answer
+
+
+def printed(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a server's record as commands print it: times are in ISO 8601."""
+    return {**record, "received": utc_time(record["received"])}
 
 
 def unquoted(record: dict[str, Any]) -> dict[str, Any]:
@@ -71,7 +77,7 @@ def test_where_a_prompt_parts(server: ServerProcess, capsys: pytest.CaptureFixtu
     assert main(["why", *options]) == 0
     assert newest["id"] in capsys.readouterr().out
     assert main(["why", *options, "--json", newest["id"]]) == 0
-    assert json.loads(capsys.readouterr().out) == newest
+    assert json.loads(capsys.readouterr().out) == printed(newest)
     assert main(["why", *options, "no-such-id"]) == 1
     assert "no request 'no-such-id'" in capsys.readouterr().err
 
@@ -88,7 +94,7 @@ def test_why_needs_no_running_server(
     store = ["--kvpersist-dir", str(start_server.store)]
     assert main(["why", *store, "--json"]) == 0
     stored = json.loads(capsys.readouterr().out)
-    assert [unquoted(each) for each in stored] == told  # the server quotes nothing
+    assert [*map(unquoted, stored)] == [*map(printed, told)]  # the server quotes nothing
     assert stored[0]["divergence"]["asked"].startswith("gate see?")
     assert main(["why", *store]) == 0
     out = capsys.readouterr().out
