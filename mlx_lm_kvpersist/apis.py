@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from email.message import Message
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -134,11 +134,11 @@ def require_object(name: str, value: Any) -> dict[str, Any]:
     return value
 
 
-def placed_objects(name: str, value: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Return objects with their places, such as "messages[3]"; refuse anything else."""
+def placed_objects(name: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield objects with their places, such as "messages[3]"; refuse anything else."""
     require(isinstance(value, list), name, value, "a list of objects")
-    placed = ((f"{name}[{i}]", item) for i, item in enumerate(value))
-    return [(place, require_object(place, item)) for place, item in placed]
+    for i, item in enumerate(value):
+        yield (place := f"{name}[{i}]"), require_object(place, item)
 
 
 def without_null(fields: dict[str, Any]) -> dict[str, Any]:

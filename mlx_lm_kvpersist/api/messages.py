@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from email.message import Message as Headers
 from hashlib import blake2b
@@ -97,9 +97,9 @@ def _messages(body: Mapping[str, Any], tools: Mapping[str, Any]) -> list[tuple[s
     placed: list[tuple[str, Message]] = []
     if body.get("system"):
         placed.append(("system", {"role": "system", "content": _texts("system", body["system"])}))
-    messages = placed_objects("messages", body.get("messages"))
-    require(bool(messages), "messages", messages, "at least one message")
-    for name, message in messages:
+    messages = body.get("messages")
+    require(messages != [], "messages", messages, "at least one message")
+    for name, message in placed_objects("messages", messages):
         role, content = message.get("role"), message.get("content")
         if role == "system":
             placed.append((name, {"role": role, "content": _texts(f"{name}.content", content)}))
@@ -113,8 +113,8 @@ def _messages(body: Mapping[str, Any], tools: Mapping[str, Any]) -> list[tuple[s
     return placed
 
 
-def _blocks(name: str, content: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Return content as a list of blocks with their places: a string is one text."""
+def _blocks(name: str, content: Any) -> Iterable[tuple[str, dict[str, Any]]]:
+    """Return content as blocks with their places: a string is one text."""
     if isinstance(content, str):
         return [(f"{name}[0]", {"type": "text", "text": content})]
     content = [] if content is None else content
@@ -159,8 +159,7 @@ def _user(name: str, content: Any, tools: Mapping[str, Any]) -> Iterator[Message
         yield {"role": "user", "content": content}
         return
     read: list[Part] = []
-    blocks = _blocks(name, content)
-    for place, block in blocks:
+    for place, block in _blocks(name, content):
         if block.get("type") != "tool_result":
             read += _parts(place, block)
             continue
@@ -170,7 +169,7 @@ def _user(name: str, content: Any, tools: Mapping[str, Any]) -> Iterator[Message
         result = _result(f"{place}.content", block.get("content"), tools)
         call_id = require_text(f"{place}.tool_use_id", block.get("tool_use_id"))
         yield {"role": "tool", "tool_call_id": call_id, "content": result}
-    if read or not blocks:
+    if read or not content:
         yield {"role": "user", "content": read}
 
 

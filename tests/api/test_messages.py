@@ -126,6 +126,13 @@ def test_a_result_of_no_call_is_refused() -> None:
         chat(messages=[user({"type": "tool_result"})])
 
 
+def test_the_first_of_two_faults_is_named() -> None:
+    with pytest.raises(RequestRefused, match=r"^messages\[0\].role is null"):
+        chat(messages=[{"content": "a"}, "b"])
+    with pytest.raises(RequestRefused, match=r"^messages\[0\].content\[0\].text is 5"):
+        chat(messages=[{"role": "user", "content": [{"type": "text", "text": 5}, "b"]}])
+
+
 SEARCHED: list[dict[str, Any]] = [
     {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "sea"}},
     {

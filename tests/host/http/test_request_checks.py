@@ -15,6 +15,7 @@ from mlx_lm_kvpersist.host.http import request_checks
 from mlx_lm_kvpersist.host.http.request_checks import (
     MAX_BODY_BYTES,
     check_body_length,
+    check_messages,
     check_parameters,
 )
 from tests.support import FULL_PRECISION, ServerProcess, StartServer
@@ -137,6 +138,13 @@ def test_one_request_never_ends_generation(server: ServerProcess, case: str) -> 
     status, answer = post(server, CHAT, json.dumps(body).encode())
     assert (status, says in json.loads(answer)["error"]["message"]) == (400, True), answer
     assert server.chat(USER, max_tokens=2).completion_tokens > 0
+
+
+def test_the_first_of_two_faults_is_named() -> None:
+    with pytest.raises(RequestRefused, match=r"^messages\[0\].role is null"):
+        check_messages([{"content": "a"}, "b"])
+    with pytest.raises(RequestRefused, match=r"^messages\[0\].content\[0\].type is 5"):
+        check_messages([{"role": "user", "content": [{"type": 5}, "b"]}])
 
 
 def test_the_largest_body_is_taken() -> None:
