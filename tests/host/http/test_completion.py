@@ -208,7 +208,7 @@ def test_a_beat_to_nobody_harms_nobody(words: WordsServer, keepalives: Keepalive
 def test_nothing_is_read_after_a_stop_word(
     words: WordsServer, path: str, body: dict[str, Any], stream: bool
 ) -> None:
-    """After `stop` the server's generator says nothing: a server that read on would wait forever."""
+    """After `stop` the server's generator says nothing: reading on would wait forever."""
     words.generator.model_provider.tokenizer = SimpleNamespace()
     status, _, answer = words.post({**body, "stream": stream, "stop": "1"}, path)
     assert (status, words.generator.n_said) == (200, 2)
