@@ -1,11 +1,11 @@
 """From a prompt to restored caches: match the prompt, read the stored blocks, join and check them.
 
-The HTTP thread of a request makes its lookup before the request is queued. The lookup matches the
+The HTTP thread of a request makes a `Lookup` before the request is queued. The lookup matches the
 prompt with the stored text, splices stored ids into the prompt, and finds why other tokens are not
 stored. The generation thread then restores the caches. The time of a restore grows with the blocks
 and with the tokens after the last stored block, not with the length of the prompt.
 
-If the store raises, the caller catches the exception: the prompt is computed.
+If the store raises an exception, the caller catches it, and the prompt is computed.
 The store verifies checksums, the lookup verifies shapes, and the canary verifies values.
 """
 
@@ -42,24 +42,24 @@ MIN_TOKENS = 16
 """Computing fewer tokens is faster than restoring them, on any device."""
 
 MIN_PREFETCH_BYTES = 8 << 20
-"""Fewer bytes are not prefetched: reading them takes one or two steps of the replies."""
+"""Fewer bytes are not prefetched: reading them takes as long as one or two steps of replies."""
 
 MIN_STEPWISE_BYTES = 64 << 20
-"""Fewer bytes are joined at once: joining them takes one or two steps of the replies."""
+"""Fewer bytes are joined at once: joining them takes as long as one or two steps of replies."""
 
 MAX_MATCHED_TOKENS = 2048
 """The generation thread neither matches a longer prompt by text nor splices it."""
 
 _LOOK_S = 0.1
-"""The seconds between two checks of a restore whether its client has left."""
+"""How often a restore checks whether its client has left, in seconds."""
 
 
 @dataclass(frozen=True, eq=False)
 class StoredPrefix:
-    """A prompt whose first ids are stored. The first `n_tokens` of these ids are to be restored.
+    """A prompt whose first ids are stored. The first `n_tokens` ids will be restored.
 
-    The model reads `prompt`, whose ids are `packed_ids`. If the prompt differs from the stored text
-    at `divergence`, or is not stored, `reason` and `detail` say why no more tokens are used.
+    The model reads `prompt`; `packed_ids` are its ids. If the prompt is not stored, or diverges
+    from the stored text at `divergence`, `reason` and `detail` say why no more tokens are used.
     """
 
     prompt: Prompt
@@ -87,7 +87,7 @@ class Reuse:
 
 @dataclass(frozen=True)
 class _Joined:
-    """Caches of `n_tokens`: `n_read` of them came from lower tiers; `tier` is the slowest tier."""
+    """Caches of `n_tokens`. Lower tiers had `n_read` of the tokens; the slowest was `tier`."""
 
     n_tokens: int = 0
     caches: list[Any] | None = None
@@ -98,9 +98,9 @@ class _Joined:
 class Lookup:
     """Matches a prompt with the stored text, and restores caches that hold the prompt's beginning.
 
-    In `prompt`, replies are the ids that the model produced. Several ranks restore the tokens that
-    every rank has: rank 0 matches the prompt, and the other ranks look up its ids. They look up at
-    most `n_worth` tokens: rank 0 restores this number, because computing them would take longer.
+    In `prompt`, replies have the ids that the model produced. Several ranks restore only the tokens
+    that every rank has. Rank 0 matches the prompt; the other ranks look up the same ids. `n_worth`
+    is the number of tokens that rank 0 would restore: another rank restores at most this number.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Lookup:
         self._reuse: Reuse | None = None
         self._closed = False
         self._spent_s = 0.0
-        self._n_quarantined = store.blocks_quarantined  # before a prefetch, which may find damage
+        self._n_quarantined = store.blocks_quarantined  # counted before a prefetch finds damage
         self._planned: tuple[tuple[Any, ...], RestorePoint | None] | None = None
         """The last restore point, with the arguments of its search."""
         self._needed: set[bytes] = set()
@@ -174,9 +174,9 @@ class Lookup:
         return match_prompt(source, self.root.key, packed)
 
     def _to_use(self, stored: StoredPrefix, match: Match, text: str | None) -> StoredPrefix:
-        """Return the prefix with the number of tokens to restore, and why no more are used.
+        """Return the prefix, with the number of tokens to restore and the reason for no more.
 
-        Without `text`, other trees are not searched again for the reason.
+        If `text` is None, the search for the reason skips other trees.
         """
         ids = stored.prompt.ids
         n_most = len(ids) - 1  # the last token must be computed, to get logits
@@ -202,12 +202,12 @@ class Lookup:
         return replace(self.stored.prompt, messages=()), self.stored.n_tokens
 
     def _point(self, lost: Collection[bytes] = (), most: int | None = None) -> RestorePoint | None:
-        """Return the restore point, which is not inside an image. O(blocks).
+        """Return the restore point; it is never inside an image. O(blocks).
 
         Records with a key in `lost`, and all tokens after the first `most`, count as missing.
         """
         stored, n_tokens = self.stored, self.stored.n_tokens if most is None else most
-        # Changes of the store matter only for checkpoints.
+        # A change of the store changes the result only for models with checkpoints.
         n_changes = 0 if self.model.spec.any_prefix else self._store.n_changes
         asked = stored, n_tokens, frozenset(lost), n_changes
         if self._planned is not None and self._planned[0] == asked:
@@ -239,9 +239,9 @@ class Lookup:
         return self._prefetch is not None or is_large
 
     def hold(self) -> None:
-        """Until `let_go` or `close`, pin the needed blocks that are in RAM."""
+        """Pin the needed blocks that are in RAM, until `let_go` or `close`."""
         point = None
-        with suppress(Exception):  # the restore reports the error, to all ranks
+        with suppress(Exception):  # the restore reports the error to all ranks
             point = None if self._pinned else self._point()
         if point is not None:
             keys = [need.record.key for need in point.needed]
@@ -256,7 +256,7 @@ class Lookup:
 
     @property
     def restored_bytes(self) -> int:
-        """The bytes of the caches, from the first step of the restore on; 0 before."""
+        """The bytes of the caches, once the restore has begun; 0 before."""
         if not self.is_begun:
             return 0
         spec, n_tokens = self.model.spec, self.stored.n_tokens
@@ -269,7 +269,7 @@ class Lookup:
         return self._steps is not None or self._reuse is not None
 
     def advance(self, seconds: float) -> bool:
-        """Restore for `seconds`, after all prefetching; return whether the restore is complete."""
+        """Restore for `seconds`, once the prefetch has ended; return whether all is restored."""
         is_read = self._prefetch is None or self._prefetch.finished
         if self.model.ranks.are_several:
             return is_read  # all ranks restore together, when the request enters
@@ -281,7 +281,7 @@ class Lookup:
         """Release all prefetched blocks and restored caches. Any thread; may be called again."""
         self._closed = True
         self._reuse = None
-        self._steps = None  # its frame refers to this lookup and to half-filled caches
+        self._steps = None  # the frame keeps this lookup and half-filled caches alive
         self.let_go()
         if self._prefetch is not None:
             self._prefetch.release()
@@ -295,7 +295,7 @@ class Lookup:
         """
         if self._prefetch is not None:
             self._prefetch.stop()  # this thread reads the remaining blocks faster
-        several = self.model.ranks.are_several  # then no rank may stop alone
+        several = self.model.ranks.are_several  # if so, no rank may stop alone
         try:
             while (reuse := self._reuse) is None:
                 if not several and (self._closed or is_gone()):
@@ -323,7 +323,7 @@ class Lookup:
         self._spent_s += perf_counter() - started
 
     def _restoring(self, *, in_steps: bool) -> Generator[None, None, Reuse]:
-        """Restore the stored tokens, up to a lost block."""
+        """Restore the stored tokens; if a record cannot be used, restart without it."""
         n_wanted = 0
         lost: set[bytes] = set()
         read: list[Record] = []
@@ -341,13 +341,13 @@ class Lookup:
             except Exception:
                 if not together.are_several:
                     raise
-                logger.exception("kvpersist: a rank could not restore")
+                logger.exception("kvpersist: this rank could not restore a prompt")
                 joined = _Joined()
             if joined is None:
                 read.clear()  # the next attempt reads everything again
                 continue
-            # A restore's only message: all ranks restore the smallest number that a rank reports.
-            # The lowest bit of a report says whether the rank needs the canary.
+            # Each rank reports its number of tokens, and all ranks restore the smallest number. The
+            # lowest bit of a report says whether the rank needs the canary.
             is_checked = bool(read) or not self.model.is_known
             reports = together.all_of(2 * joined.n_tokens + is_checked, "how much is restored")
             n_tokens, is_needed = zip(*(divmod(report, 2) for report in reports), strict=True)
@@ -383,7 +383,7 @@ class Lookup:
                 for record in read:
                     store.lose(record, f"canary: recomputed KV differs by {difference:.0%}")
                 read.clear()
-                # Blocks in RAM are not damaged, but the model does not continue from them.
+                # Blocks in RAM are not damaged, but this prompt does not use them.
                 lost.update(need.record.key for need in point.needed)
                 return False
         used = [block.key for block in self.stored.match.path if block.start < point.n_tokens]
@@ -396,11 +396,11 @@ class Lookup:
     ) -> Generator[None, None, _Joined | None]:
         """Load the records of a restore point into caches with room for the rest of the prompt.
 
-        Yields after each block, and after some buffers have been made. Adds the records that were
-        read from lower tiers to `read`. Returns None, and adds a key to `lost`, if a read fails.
+        Yields before each record, and after some buffers are made. Adds records that were read from
+        lower tiers to `read`. If a record is unusable, adds its key to `lost` and returns None.
 
-        in_steps: whether replies run between the steps: then no step may be long. Otherwise,
-        if all blocks are in RAM, they are joined at once, which takes less time.
+        in_steps: whether replies run between the steps, so that each step must be short. If not,
+        and if all blocks are in RAM, they are joined at once, which takes less time.
         """
         spec, store, needed = self.model.spec, self._store, point.needed
         n_read: Counter[int | str] = Counter()
@@ -456,7 +456,7 @@ class Lookup:
         return _Joined(point.n_tokens, caches, max(n_read.values(), default=0), slowest)
 
     def _outcome(self, joined: _Joined, n_wanted: int) -> Outcome:
-        """Return the outcome: how many tokens were reused, and why not more."""
+        """Return the outcome: how many tokens were reused, and why no more."""
         stored, n_reused = self.stored, joined.n_tokens
         ids, granule = stored.prompt.ids, self.model.saver.granule
         is_all_stored = stored.match.n_tokens >= len(ids) - 1
@@ -486,9 +486,9 @@ class Lookup:
 def tokens_to_reuse(
     match: Match, n_tokens: int, store: BlockStore, model: LoadedModel
 ) -> tuple[int, Reason | None]:
-    """Return how many of the first `n_tokens` of a diverging match to use and, if none, why.
+    """Return `n_tokens` if restoring them is not slower than computing them; otherwise 0 and why.
 
-    The time to restore them is compared with the time to compute them. O(blocks).
+    They are the first tokens of a diverging match. Below MIN_TOKENS no reason is given. O(blocks).
     """
     if n_tokens < MIN_TOKENS:
         return 0, None  # only a template's first words match

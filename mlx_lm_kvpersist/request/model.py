@@ -1,6 +1,6 @@
 """The model that the server has loaded: its caches, its text, and its speed.
 
-`load_model` prepares it in some milliseconds. Generation thread.
+`load_model` prepares a model in some milliseconds. Generation thread.
 """
 
 from __future__ import annotations
@@ -40,31 +40,31 @@ from .saver import CheckpointSaver, RunningSequence, Saver
 logger = logging.getLogger(__name__)
 
 MIN_RESTORE_BYTES = 4 << 20
-"""The time of smaller restores is mostly overhead: no rate is learned from them."""
+"""The time of a smaller restore is mostly overhead, so `Speed.learn` ignores it."""
 
 _WEIGHT = 0.2
 """The weight of a new measurement in a running average."""
 
 _SUPPOSED_TOKEN_S = 1e-3
-"""Seconds to compute a token, until a chunk has been measured."""
+"""The assumed seconds to compute a token, until a chunk has been measured."""
 
 
 @dataclass
 class Speed:
     """The speed of computing and restoring a model's prompts on this device.
 
-    The generation thread measures; any thread may read. Only working time counts: chunks without
-    the steps of replies between them, reads in separate threads, joins without the pauses between
-    steps. So other requests do not change whether a prompt is restored. Until a speed is known,
+    The generation thread measures; any thread may read. Only working time counts: the steps of
+    replies between two chunks, and the pauses between two steps of a restore, are not measured. So
+    the decision to restore a prompt does not depend on other requests. Until a speed is known,
     restoring counts as faster than computing, which is true on most devices.
 
-    `pace` learns from the chunks of prompts. `rates` has the bytes per second of each tier, as a
-    running average: for RAM the rate of joining, because every restored byte is joined, and for
-    each lower tier the rate of reading. The dict is never changed: other threads iterate over it.
+    `pace` learns from the chunks of prompts. `rates` has a running average of each tier's bytes per
+    second: the speed of reading or, for RAM, the speed of joining, because every restored byte is
+    joined. The dict is replaced, never changed, because other threads iterate over it.
     """
 
     memory: PrefillMemory | None = None
-    """None: prompts are computed as stock does."""
+    """If None, prompts are computed as in stock."""
     pace: Pace = field(default_factory=Pace)
     rates: dict[str, float] = field(default_factory=dict)
     n_positions: float = math.inf
@@ -75,9 +75,9 @@ class Speed:
         max_stall_s: float,
         stepped: Callable[[int, float | None], None] = lambda n_replies, seconds: None,
     ) -> PrefillLimits | None:
-        """Return the limits with which prompts are computed: replies wait `max_stall_s` at most.
+        """Return the limits for computing prompts; a reply waits for `max_stall_s` at most.
 
-        `stepped` is called after steps of the replies.
+        `stepped` is called after each step of the replies.
         """
         if (memory := self.memory) is None:
             return None
@@ -93,7 +93,7 @@ class Speed:
         )
 
     def learn(self, tier: str, n_bytes: int, seconds: float) -> None:
-        """Learn that `n_bytes` of a tier took `seconds`; few bytes are ignored."""
+        """Update a tier's rate: `n_bytes` took `seconds`. Small numbers of bytes are ignored."""
         if n_bytes >= MIN_RESTORE_BYTES and seconds > 0:
             measured = n_bytes / seconds
             average = self.rates.get(tier, measured)
@@ -114,8 +114,8 @@ class Speed:
 class ModelOptions:
     """The options that decide how a model's prompts are computed and stored.
 
-    `with_text`: whether the prompts may be stored as text. `max_prefill_bytes`: the memory
-    of a chunk of a prompt, without model and caches. `ranks`: the processes that compute the model.
+    `with_text`: whether the text of prompts may be stored. `max_prefill_bytes` limits the memory of
+    a prompt's chunk, without model and caches. `ranks`: the processes that compute the model.
     """
 
     choice: PrecisionChoice
@@ -186,7 +186,7 @@ class LoadedModel:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def describe(self) -> dict[str, Any]:
-        """Return the values of `mlx-lm-kvpersist spec --json`, and the layers' attention."""
+        """Return the values that `mlx-lm-kvpersist spec --json` prints, and the attention plans."""
         plans = {name: plan.describe() for name, plan in self.spec.plans.items()}
         model = {"model": self.name, "kept": True, "precision": self.precision}
         return {**model, **self.spec.describe(), "attention": plans}
@@ -220,7 +220,7 @@ def load_model(provider: Any, options: ModelOptions) -> LoadedModel:
         raise ModelNotSupported(
             "the ranks have layers of different kinds; start the server without --pipeline"
         )
-    least = partial(together.least, what="how many strategies of attention are right")
+    least = partial(together.least, what="how many attention strategies are correct")
     is_packed = facts is not None and facts.packed
     spec = plan_attention(model, spec, options.attention, is_packed, least)
     end_on_grid(model)
@@ -233,8 +233,8 @@ def load_model(provider: Any, options: ModelOptions) -> LoadedModel:
             logger.warning("kvpersist: %d layers stay in full precision: %s", n_slots, why)
     if facts is None:
         logger.warning(
-            "kvpersist: no facts ship about the architecture of %s: each prompt is computed alone, "
-            "attention dequantizes, and each restore is checked if its caches can be trimmed",
+            "kvpersist: there are no facts about the architecture of %s: prompts are computed "
+            "alone, attention dequantizes, and restores are checked if their caches can be trimmed",
             name,
         )
     n_positions = position_limit(model) or math.inf
@@ -245,10 +245,10 @@ def load_model(provider: Any, options: ModelOptions) -> LoadedModel:
 
 @contextmanager
 def _on_all_ranks(options: ModelOptions) -> Iterator[None]:
-    """Work that each rank does alone, without messages.
+    """Run work that each rank does alone, without messages.
 
-    If the work fails on one rank, it fails on all ranks; the others would otherwise
-    wait for a message of the failed rank. Raises ModelNotSupported for all errors except OSError.
+    If the work fails on one rank, all ranks raise: otherwise the other ranks would wait for a
+    message from the failed rank. Raises ModelNotSupported for all errors except OSError.
     """
     error: Exception | None = None
     try:
@@ -267,8 +267,8 @@ def _on_all_ranks(options: ModelOptions) -> Iterator[None]:
 def _draft_of(provider: Any, path: str, spec: ModelCacheSpec, options: ModelOptions) -> LoadedModel:
     """Return the draft model, which reads the ids of the main model's tokenizer.
 
-    Raises ModelNotSupported if tokens cannot be trimmed from the caches of both models, as mlx-lm
-    does after each draft.
+    Raises ModelNotSupported unless the caches of both models can be trimmed: mlx-lm trims them
+    after each draft.
     """
     loaded = SimpleNamespace(
         model=provider.draft_model, tokenizer=provider.tokenizer, model_key=(path, None, None)
@@ -279,13 +279,13 @@ def _draft_of(provider: Any, path: str, spec: ModelCacheSpec, options: ModelOpti
             if group.kind is not GroupKind.FULL:
                 raise ModelNotSupported(
                     f"a draft model is in use, and layer {group.slots[0]} of the {name} has a "
-                    f"{group.cache}, from which tokens cannot be taken back"
+                    f"{group.cache}, which cannot be trimmed"
                 )
     n_caches, n_layers = len(spec.template), len(provider.model.layers)
     if n_caches != n_layers:
         raise ModelNotSupported(
             f"a draft model is in use, and the model has {n_caches} caches for its {n_layers} "
-            "layers: mlx-lm would use the draft model's caches for the rest"
+            "layers: mlx-lm would use the draft model's caches for the other layers"
         )
     return draft
 
@@ -309,7 +309,7 @@ def part_of_model(provider: Any, rank: int, n_ranks: int) -> str:
 
 
 def places(store: BlockStore) -> str:
-    """Return where conversations are stored and how much space they take, for the log."""
+    """Return where conversations are stored, and the used and allowed space, for the log."""
     ram = show_bytes(store.limits.max_ram_bytes)
     return f"conversations in {store.disk}, and up to {ram} of RAM"
 

@@ -76,7 +76,7 @@ def test_an_architecture_without_facts_is_kept_and_nothing_is_taken_for_granted(
     assert not unknown.is_known and unknown.root == known.root
     spec = unknown.spec
     assert spec.batches and not spec.joins and not spec.plans["0"].can_take_packed
-    assert [record.message for record in caplog.records if "no facts ship" in record.message]
+    assert [record.message for record in caplog.records if "no facts about" in record.message]
 
 
 def test_a_model_that_keeps_state_outside_its_caches_is_refused(
