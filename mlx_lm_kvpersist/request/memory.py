@@ -1,8 +1,8 @@
 """The account of all memory except a model's weights: caches, claims of requests, and the pool.
 
 The pool gets the memory that sequences do not use, and at least a share of the total. A request
-begins if the caches of all requests fit at their full length. The machine reports how much memory
-it offers, and its memory pressure. Generation thread, except for `parts`.
+begins if the caches of all requests fit, each with its whole prompt. The system reports how much
+memory is available, and the memory pressure. Generation thread, except for `parts`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ LEAST_BYTES = 128 << 20
 MOST_RESERVE_BYTES = 4 << 30
 """An eighth of the device's memory is left to other programs, but at most this many bytes."""
 POOL_SHARE = 8
-"""The pool always has an eighth of the account: turns wait in it until they are written."""
+"""The pool always has an eighth of the account: turns wait there until they are written."""
 ROOM = 1024
 """The spare room, in tokens, that a sequence's buffers may have after the last token."""
 GROWTH = 512
 """A sequence begins only if memory also has room for this number of further tokens."""
 MOST_PASSED = 8
-"""A request that waits for memory is passed by at most this number of smaller requests."""
+"""At most this number of smaller requests may begin before an older request that waits."""
 NEEDED_ABOVE = 0.5
-"""If weights need a larger share of the recommended bytes, they are wired (docs/mac.md)."""
+"""Weights that need more than this share of the recommended bytes are wired (docs/mac.md)."""
 _RECORD_BYTES = 4096
 """The bytes of a block in RAM without its arrays: record, ids, text, entries in indexes."""
 _INDEX_BYTES = 32 << 20
@@ -46,7 +46,7 @@ _INDEX_BYTES = 32 << 20
 NORMAL, WARNING, CRITICAL = 1, 2, 4
 """Levels of pressure, as macOS numbers them."""
 _SHARES = {NORMAL: 1.0, WARNING: 0.75, CRITICAL: 0.5}
-"""The share of the account that may be used, by the machine's pressure."""
+"""The share of the account that may be used at each level of pressure."""
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +55,8 @@ logger = logging.getLogger(__name__)
 class Claim:
     """The memory that a request needs to begin: the caches of `n_tokens`.
 
-    `order`: the number of the request, by arrival. `is_over`: whether the request needs no memory
-    any more. `lookup` pins the blocks that the request restores.
+    `order`: the number of the request, by arrival. `is_over()`: whether the request has ended or
+    its client has left. `lookup` pins the blocks that the request restores.
     """
 
     order: int
@@ -70,7 +70,7 @@ class Claim:
 
 
 class Memory:
-    """The account of a loaded model and of the store: `total_bytes` in addition to the weights.
+    """The memory account of a loaded model and the store: `total_bytes`, without the weights.
 
     `refuses`: whether a request that would have to wait is refused instead.
     """
@@ -89,7 +89,7 @@ class Memory:
         self._takes = SequenceMemory.of(model.spec, model.speed.memory)
         if model.draft is not None:
             self._takes = self._takes.with_draft(SequenceMemory.of(model.draft.spec, None))
-        # Metal ends a process that holds more buffers than this.
+        # Metal ends a process that has more than `most_buffers` buffers.
         most_buffers = int(mx.device_info().get("resource_limit") or 1 << 62)
         self._most_blocks = most_buffers * 3 // 4 // self._takes.n_arrays
         self.live_bytes = 0
@@ -110,7 +110,7 @@ class Memory:
         mx.set_memory_limit(self._stock_limit_bytes)
 
     def _needed(self, more: Sequence[int] = (), room: int = ROOM) -> int:
-        """Return the bytes that all sequences and `more` prompts may need until they reply."""
+        """Return the bytes for all sequences and `more` prompts, each with `room` spare tokens."""
         self._claims = [claim for claim in self._claims if not claim.is_over()]
         prompts = [*self._prompts, *(claim.n_tokens for claim in self._claims), *more]
         caches = self._takes.caches_bytes(self._replies, prompts, room)
@@ -130,13 +130,13 @@ class Memory:
 
     @property
     def pool_bytes(self) -> int:
-        """The bytes that sequences always leave to the pool."""
+        """The bytes that sequences cannot take from the pool."""
         return min(self._whole_bytes // POOL_SHARE, self._store.limits.max_ram_bytes)
 
     def changed(self) -> None:
         """Give the pool the remaining memory, and set MLX's memory limit.
 
-        After that, waiting requests ask again for memory.
+        Then `admits` checks waiting requests again.
         """
         self._n_changes += 1
         level, self._level = self._level, self._pressure_level()
@@ -148,17 +148,17 @@ class Memory:
         self._store.resize(idle_bytes)
         if (n_more := len(pool) - self._most_blocks) > 0:
             pool.release(pool.n_bytes * n_more // len(pool) + 1)
-        # Beyond its limit MLX frees its buffers and waits for the device before each step. A
-        # request that runs alone, and needs more, must not cause this.
+        # Above its limit, MLX frees its buffers and waits for the device before each step. The
+        # limit is raised for a request that runs alone and needs more than the account.
         mx.set_memory_limit(self.weights_bytes + max(self._whole_bytes, needed + idle_bytes))
 
     # Requests that want to begin.
 
     def admits(self, claim: Claim) -> bool:
-        """Whether there is room for a request; if so, reserve the room that it needs.
+        """Return whether memory has room for a request; if so, reserve its memory.
 
-        The oldest request goes first. Some smaller requests may pass it. O(requests), and
-        O(blocks) to pin the blocks to restore.
+        The oldest request is the first, but MOST_PASSED smaller requests may pass it. O(requests),
+        and O(blocks) to pin the blocks to restore.
         """
         if claim in self._claims:
             return True
@@ -221,9 +221,9 @@ class Memory:
             self.weigh((), (), 0)
 
     def parts(self) -> dict[str, int]:
-        """Return the used bytes, and how many requests wait. Any thread.
+        """Return bytes, the number of waiting requests, and the memory pressure. Any thread.
 
-        "caches" to "unused" are parts of "total".
+        The values from "caches" to "unused" are parts of "total".
         """
         lookups = [claim.lookup for claim in list(self._claims) if claim.lookup is not None]
         arrays = {
@@ -248,7 +248,7 @@ class Memory:
         total, weights = show_bytes(self.total_bytes), show_bytes(self.weights_bytes)
         token, chunk = show_bytes(self._takes.token_bytes), show_bytes(self._takes.chunk_bytes)
         return (
-            f"{total} of memory besides the model's {weights}: {token} for each token of a "
+            f"{total} of memory in addition to the model's {weights}: {token} for each token of a "
             f"conversation, {chunk} for a chunk of a prompt"
         )
 
@@ -260,8 +260,8 @@ def weights_bytes(*models: Any) -> int:
 
 
 def total_bytes(option: int | None, n_weights: int) -> int:
-    """Return the bytes for everything except a model's weights: the option or, by default, the
-    device's memory less the weights and a reserve for other programs.
+    """Return the bytes for everything except a model's weights: the option or, if it is None,
+    the device's memory minus the weights and a reserve for other programs.
 
     The default is at least LEAST_BYTES: stock also serves a model that is too large.
     """
@@ -271,7 +271,7 @@ def total_bytes(option: int | None, n_weights: int) -> int:
     left = offered - n_weights - min(offered // 8, MOST_RESERVE_BYTES)
     if left < LEAST_BYTES:
         logger.warning(
-            "kvpersist: the model's %s leave too little of the device's %s; %s more are used",
+            "kvpersist: the model's %s leave too little of the device's %s; kvpersist uses %s more",
             *map(show_bytes, (n_weights, offered, LEAST_BYTES)),
         )
     return max(left, LEAST_BYTES)
@@ -301,8 +301,8 @@ def pressure_level() -> int:
 
 
 def offered_bytes() -> int:
-    """Return the memory that this process may have on its device, including its present
-    memory.
+    """Return the bytes that this process may use on its device, including the bytes that it
+    uses now.
 
     Metal: the recommended working set. CUDA: the free memory. Otherwise: the available memory of
     the machine, within the limits of its cgroups.
@@ -321,7 +321,7 @@ def offered_bytes() -> int:
 
 
 def cgroup_bytes(root: Path = Path("/")) -> Iterator[int]:
-    """Yield the memory that each limit on this process' control group leaves (cgroup v2 and v1)."""
+    """Yield the free bytes of each limit on this process's control group (cgroup v2 and v1)."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -342,13 +342,13 @@ def cgroup_bytes(root: Path = Path("/")) -> Iterator[int]:
                 if most != "max":
                     yield max(0, int(most) - _fields(group / "memory.stat").get(used, 0))
             except (OSError, ValueError):
-                pass  # in a container, the group's own path may not exist, but the root does
+                pass  # in a container, the group's path may not exist, but the root exists
             if group == top:
                 break
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Return the numbers of a file with a name and a number on each line."""
+    """Return the numbers by name, from a file with a name and a number on each line."""
     try:
         lines = (line.split() for line in path.read_text().splitlines())
         return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}

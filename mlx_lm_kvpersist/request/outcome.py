@@ -1,6 +1,6 @@
-"""The number of tokens that a request reused, and why not more: for replies, log and metrics.
+"""How many tokens a request reused, and why no more: for replies, the log and metrics.
 
-The log has the last requests, for people; metrics count all requests, for Prometheus.
+The log of requests has the last requests, for people; metrics count all, for Prometheus.
 prometheus_client is imported when Prometheus first asks, so that neither the start nor a reply
 waits for the import. Any thread.
 """
@@ -36,7 +36,7 @@ MIN_ALIKE_TOKENS = 16
 
 _MAX_ROOTS = 64
 KEPT = 200
-"""The number of requests that a server remembers."""
+"""The number of requests in a `RequestLog`."""
 HEADERS = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
 _FIRST_TOKEN_S = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
 _INTER_TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
@@ -67,18 +67,18 @@ class Reason(Enum):
     """The reason why no more tokens were reused: a word for programs, a clause for people."""
 
     NOTHING_ALIKE = "new", "nothing stored begins like this"
-    DIVERGED = "diverged", "the prompt diverges from what is stored"
+    DIVERGED = "diverged", "the prompt diverges from the stored text"
     OTHER_MODEL = "other-model", "stored for another model"
     OTHER_PRECISION = "other-precision", "stored in another KV precision"
     OTHER_NAMESPACE = "new", "stored in another namespace or session"
     """Only the operator sees this; a reply shows `NOTHING_ALIKE` instead."""
-    EVICTED = "evicted", "evicted to keep to the budget"
+    EVICTED = "evicted", "evicted to stay within the budget"
     DAMAGED = "damaged", "a stored file failed its check and is in quarantine"
     NOT_WORTH_IT = "not-worth-it", "restoring would take longer than computing"
     NO_CHECKPOINT = "no-checkpoint", "the model can resume only at an earlier checkpoint"
     INSIDE_BLOCK = "inside-block", "the prompt ends inside a block that is stored quantized"
     OTHER_RANK = "other-rank", "another rank of the model has less of the prompt"
-    STORE_FAILED = "store-failed", "the store could not be read, the log says why"
+    STORE_FAILED = "store-failed", "the store could not be read; the log says why"
     NOT_KEPT = "not-kept", "this request is served as the stock server does"
 
     def __init__(self, word: str, text: str) -> None:
@@ -136,7 +136,7 @@ class Outcome:
         return self.detail or (self.reason.text if self.reason else "")
 
     def sentence(self, session: str | None, *, is_kept: bool = True) -> str:
-        """Return what happened in one sentence for people; `session` is the conversation's name."""
+        """Return a sentence for people about the request; `session` is the conversation's name."""
         why = self.why
         if self.kind is Kind.STOCK:
             clauses = [f"served as the stock server does: {why}"]
@@ -162,9 +162,9 @@ class Outcome:
 def divergence_at(
     text: str, nearest: Match, messages: Sequence[dict[str, Any]]
 ) -> Divergence | None:
-    """Find, by its content, the message in which a prompt diverges from the stored text.
+    """Return where a prompt diverges from the stored text: the message is found by its content.
 
-    Returns None if the prompt or the stored text ends there.
+    Returns None if the prompt or the stored text ends at this position.
     """
     n_agreed = nearest.n_agreed
     prompt_next = text[n_agreed : n_agreed + SHOWN_CHARS]
@@ -217,7 +217,7 @@ def why_not_stored(
             if tree.fingerprint != root.fingerprint:
                 return Reason.OTHER_MODEL, ""
             stored, live = map(layout_in_words, (tree.layout, root.layout))
-            stored += ", in an older form or other groups" if stored == live else ""
+            stored += ", in an older format or other groups" if stored == live else ""
             reason = Reason.OTHER_PRECISION
             return reason, f"{reason.text}: {stored}; now {live}"
         for tree, _ in store.view.roots(_MAX_ROOTS):
@@ -227,7 +227,7 @@ def why_not_stored(
 
 
 def _begins_alike(root: Root, text: str, store: BlockStore) -> bool:
-    """Whether a block below a root begins like a text, for longer than a template."""
+    """Whether a first block of a tree begins like a text, for longer than a template does."""
     return any(
         block.text and common_prefix(block.text, text, 0) >= min(MIN_ALIKE_CHARS, len(block.text))
         for block in store.children(root.key, text)
@@ -235,9 +235,9 @@ def _begins_alike(root: Root, text: str, store: BlockStore) -> bool:
 
 
 class RequestLog:
-    """The last requests as JSON objects; with_text: whether they may quote prompts. Any thread.
+    """The last requests as JSON objects; `with_text`: these may quote prompts. Any thread.
 
-    No field is added or removed, so a thread may read a record while another sets a field.
+    No field is added or removed, so a thread may read a record while another thread sets a field.
     """
 
     def __init__(self, *, with_text: bool = True) -> None:
@@ -324,15 +324,15 @@ class Metrics:
         self._n_prefilled = 0
         self._first_token = Times(
             "kvpersist_first_token_seconds",
-            "From queueing a request to its first token.",
+            "Time from queueing a request to its first token.",
             _FIRST_TOKEN_S,
         )
         self._inter_token = Times(
-            "kvpersist_inter_token_seconds", "Between two tokens of a reply.", _INTER_TOKEN_S
+            "kvpersist_inter_token_seconds", "Time between two tokens of a reply.", _INTER_TOKEN_S
         )
 
     def count(self, outcome: str, n_prefilled: int) -> None:
-        """Count a request by its outcome, and its prompt's tokens that were computed."""
+        """Count a request by its outcome, and the computed tokens of its prompt."""
         with COUNTING:
             self._n_requests[outcome] += 1
             self._n_prefilled += n_prefilled
@@ -351,14 +351,14 @@ class Metrics:
         return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of requests, of memory and of the store; Prometheus asks for them."""
+        """Yield the metrics of requests, memory and the store. `generate_latest` calls this."""
         from prometheus_client.metrics_core import CounterMetricFamily as Count
         from prometheus_client.metrics_core import GaugeMetricFamily as Gauge
 
         with COUNTING:
             created_s = self._created_s
             requests = Count(
-                "kvpersist_requests", "Requests, by what they reused.", labels=["outcome"]
+                "kvpersist_requests", "Requests, by outcome.", labels=["outcome"]
             )
             for outcome, n_requests in self._n_requests.items():
                 requests.add_metric([outcome], n_requests, created_s)
@@ -372,7 +372,7 @@ class Metrics:
                 used.add_metric([area], n_bytes)
         yield used
         waiting = memory.get("waiting", 0)
-        yield Gauge("kvpersist_memory_waiting", "Wait for memory.", value=waiting)
+        yield Gauge("kvpersist_memory_waiting", "Requests that wait for memory.", value=waiting)
         stats = self._store()
         if stats is None:
             return
@@ -382,8 +382,8 @@ class Metrics:
             (Gauge, "bytes", "bytes", "Bytes of blocks and checkpoints."),
             (Gauge, "max_bytes", "max_bytes", "The budget."),
             (Count, "evicted", "evictions", "Blocks and checkpoints evicted."),
-            (Count, "reused_tokens", "reused_tokens", "Not computed again."),
-            (Count, "asked_again_tokens", "asked_again_tokens", "Evicted in vain."),
+            (Count, "reused_tokens", "reused_tokens", "Tokens that were reused."),
+            (Count, "asked_again_tokens", "asked_again_tokens", "Evicted, then needed again."),
             (Count, "written_bytes", "written_bytes", "Bytes written to the tier."),
         ):
             family = make(f"kvpersist_{name}", description, labels=["tier"])
@@ -395,16 +395,16 @@ class Metrics:
         for make, value, name, description in (
             (Gauge, queue["tasks"], "queue_tasks", "Tasks of the writer that wait."),
             (Gauge, queue["bytes"], "queue_bytes", "Bytes that wait to be written."),
-            (Gauge, queue["max_bytes"], "queue_max_bytes", "Most that may wait."),
-            (Gauge, len(stats["failures"]), "failures", "What fails on disk now."),
+            (Gauge, queue["max_bytes"], "queue_max_bytes", "The limit of the waiting bytes."),
+            (Gauge, len(stats["failures"]), "failures", "Operations that fail now."),
             (Count, stats["turns_saved"], "saved_turns", "Turns written."),
             (Count, stats["turns_not_saved"], "dropped_turns", "Turns not written."),
-            (Count, stats["blocks_quarantined"], "quarantined", "Failed a check."),
+            (Count, stats["blocks_quarantined"], "quarantined", "Records moved to quarantine."),
         ):
             yield make(f"kvpersist_{name}", description, value=value)
         failed = Count("kvpersist_failed", "Failures so far.", labels=["kind"])
-        # A counter that first appears with its first failure would not look like a growing counter
-        # to Prometheus.
+        # Prometheus sees no increase if a counter first appears with its first failure. So
+        # this counter exists from the start.
         for kind, n_failed in {"save a turn: disk": 0, **stats["failed"]}.items():
             failed.add_metric([kind], n_failed)
         yield failed

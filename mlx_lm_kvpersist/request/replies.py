@@ -1,30 +1,30 @@
 """A reply that a client sends back is fed as the ids that the model produced.
 
-The rule: the prompt that the model reads is, byte for byte, what the template renders from the
+The rule: the model reads, byte for byte, the prompt that the template renders from the
 conversation. There is one exception. A reply may be fed as the model's own ids, if
 
-1. the client sent back what the server had sent: the same content and reasoning, character by
+1. the client sent back the reply that it got: the same content and reasoning, character by
    character, and equal tool calls, as JSON values. Reasoning may be left out. If the reply has no
    end token, a beginning of the content suffices: the server does not know how much the client has
    read;
 2. the prompt's text before the reply is the same, character by character, as when the model
-   produced the ids: bytes that are not valid text count as U+FFFD, as clients see them;
-3. the text that the template renders for the reply, up to the end token, has its form (`_form`);
-4. the reply's ids begin and end with the white space that the template renders for the reply:
-   this white space is then neither lost nor doubled.
+   produced the ids: invalid UTF-8 counts as U+FFFD, as clients see it;
+3. the text that the template renders for the reply has the same form as the reply (`_form`), up to
+   the end token;
+4. the reply's ids include the white space that the template renders at both ends of the reply.
 
-All other text is fed as rendered: the model reads every change of a client, even a space or a line
-break at the end. The form leaves out the differences that the server, the template and the
+All other text is fed as rendered: the model reads every change that a client makes, even a space or
+a line break at the end. The form ignores the differences that the server, the template and the
 tokenizer make:
 
 - white space at the ends of content, of reasoning and of tool calls: templates trim and write it,
   and the server's detokenizer drops a space at either end of a reply;
 - white space around control tokens: some tokenizers drop it, such as Phi-3's;
 - the spelling of a tool call's JSON: the server parses it, and the template serialises it again;
-- another Unicode form than NFC: some tokenizers normalise;
+- Unicode that is not in NFC: some tokenizers normalise it;
 - a byte 0, which the server sends as the character U+0100.
 
-If the rendered text must equal the reply's text, nothing is remembered: a text match finds the ids.
+A reply that the template renders unchanged is not remembered: a text match finds its ids.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ from .model import LoadedModel
 Message = Mapping[str, Any]
 _DIGEST_BYTES = 16
 _CONTROL, _BLANK = "\ud800", "\ud801"
-"""Halves of surrogates, which no text has. They mark control tokens in a form; _BLANK marks tokens
-of white space, such as Gemma's line breaks."""
+"""Lone surrogates, which no valid text has. In a form, _CONTROL marks control tokens, and _BLANK
+marks control tokens of white space, such as Gemma's line breaks."""
 
 
 @dataclass(frozen=True)
 class _Reply:
     """A reply's ids, the text sent to its client, and the size and digest of its prompt's text.
 
-    has_ended: whether the model ended the reply, not max_tokens, a stop string or the client.
+    has_ended: whether the model ended the reply by an end token.
     is_known: whether the sent text is known.
     """
 
@@ -72,7 +72,7 @@ class _Reply:
 
     @classmethod
     def read(cls, packed: bytes) -> _Reply | None:
-        """Unpack a reply; return None if it is malformed, perhaps by another server."""
+        """Unpack a reply; return None if it is malformed: another server may have written it."""
         with suppress(ValueError, TypeError, OverflowError, RecursionError):
             reply = cls(**json.loads(packed))
             kinds = [type(value) for value in vars(reply).values()]
@@ -82,7 +82,7 @@ class _Reply:
         return None
 
     def was_sent_as(self, message: Message, *, is_whole: bool) -> bool:
-        """Whether a client sends back the reply or, unless `is_whole`, its beginning."""
+        """Whether a client's message is the reply or, unless `is_whole`, its beginning."""
         thoughts = (message.get(name) for name in ("reasoning", "reasoning_content", "thinking"))
         if any(thought and thought != self.reasoning for thought in thoughts):
             return False
@@ -114,7 +114,7 @@ def remember(
         return ()
     has_ended = reply[-1] in model.tokenizer.eos_token_ids
     if has_ended and sent is None:
-        return ()  # the lookup uses only the sent text
+        return ()  # a complete reply is found only by the sent text
     if not model.text.covers(reply if digest else (*prompt, *reply)):
         return ()
     ids = list(reply[:-1] if has_ended else reply)
@@ -135,18 +135,18 @@ def remember(
 
 
 def digest_of(text: str) -> tuple[int, str]:
-    """Return the size in bytes and the digest of a prompt's text, to keep in a reply."""
+    """Return the size in bytes and the digest of a prompt's text, to store with a reply."""
     encoded = text.encode()
     return len(encoded), blake2b(encoded, digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def known_replies(store: BlockStore, root: Root, messages: Sequence[Message]) -> dict[bytes, bytes]:
-    """Return the remembered replies among messages, packed, by key. Any thread."""
+    """Return the packed replies that are remembered for messages, by key. Any thread."""
     return store.replies(root.key, [key for _, *keys in _replies_among(messages) for key in keys])
 
 
 def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel) -> Prompt:
-    """Return a prompt in which replies are the model's own ids, if the rule allows that."""
+    """Return a prompt in which replies have the model's own ids, if the rule above allows it."""
     tokens = model.text
     among = list(_replies_among(prompt.messages))
     if tokens is None or not among:
@@ -167,9 +167,9 @@ def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel
     turn_ends = [i for i, n in enumerate(prompt.ids) if n in model.tokenizer.eos_token_ids]
     turn_ends.append(len(prompt.ids))
     before = blake2b(digest_size=_DIGEST_BYTES)
-    n_bytes = 0  # the bytes that `before` has hashed
+    n_bytes = 0  # the number of bytes that `before` has hashed
     ids: list[int] = []
-    n_read = 0  # the prompt's tokens that `ids` already replaces
+    n_read = 0  # the number of prompt tokens that `ids` already replaces
     for message, reply in replies:
         start = bisect_left(ends, ends[n_read] + reply.n_prompt_bytes - n_bytes, n_read)
         if start >= len(ends):
@@ -210,7 +210,7 @@ def with_ids(prompt: Prompt, ids: Sequence[int]) -> Prompt:
 def _n_rendered(
     rendered: Sequence[int], message: Message, reply: _Reply, model: LoadedModel
 ) -> int:
-    """Return how many of a reply's first ids a template rendered; 0 if the text differs."""
+    """Return how many of a reply's first ids can replace `rendered`; 0 if the text differs."""
     tokens, n_ids = model.text, len(reply.ids)
     assert tokens is not None
     text = tokens.decode(rendered)
@@ -253,7 +253,7 @@ def _form(ids: Sequence[int], model: LoadedModel) -> list[str]:
             text = inner
         texts[i] = unicodedata.normalize("NFC", text)
         if i and texts[i - 1].strip(_CONTROL) == around[0]:
-            with suppress(Exception):  # a call that the server's parser cannot read is text
+            with suppress(Exception):  # a call that the server's parser cannot read stays text
                 call = tokenizer.tool_parser(text.replace(_BLANK, ""), None)
                 texts[i] = json.dumps(call, sort_keys=True, default=str)
     return texts
@@ -269,7 +269,7 @@ def _blank_ends(text: str) -> tuple[str, str]:
 
 
 def _streamed(reply: _Reply, tokenizer: Any) -> _Reply:
-    """Return an interrupted reply with the text that its client can have received."""
+    """Return an interrupted reply with the text that its client may have received."""
     detokenizer, end = tokenizer.detokenizer, tokenizer.think_end
     for token_id in reply.ids:
         detokenizer.add_token(token_id)
@@ -280,7 +280,7 @@ def _streamed(reply: _Reply, tokenizer: Any) -> _Reply:
 
 
 def _replies_among(messages: Sequence[Message]) -> Iterator[tuple[Message, bytes, bytes]]:
-    """Yield each assistant message with two keys: hashes of the messages with it, and before it.
+    """Yield each assistant message with two keys: hashes of the messages up to and before it.
 
     The keys depend neither on the form of content nor on the reasoning.
     """

@@ -193,7 +193,7 @@ def test_layouts_of_the_same_words_are_told_apart(store: BlockStore, layout: str
     save(store, other, block_of(other, SAID))
     _, detail = why_not_stored([1, 2], SAID, NO_MATCH, root, store)
     words = layout_in_words(own)
-    assert f": {words}, in an older form or other groups; now {words}" in detail
+    assert f": {words}, in an older format or other groups; now {words}" in detail
 
 
 def test_a_short_block_elsewhere_must_match_as_a_whole(store: BlockStore) -> None:

@@ -178,7 +178,7 @@ def test_the_reply_says_what_was_reused(start_server: StartServer, tiny_model: P
     )
     assert sentences[1].startswith(f"reused {anonymous.cached_tokens:,} of")
     assert "from RAM, " in sentences[1] and "session" not in sentences[1]
-    assert "computed (the prompt diverges from what is stored)" in sentences[2]
+    assert "computed (the prompt diverges from the stored text)" in sentences[2]
 
 
 def test_a_start_says_where_and_how(start_server: StartServer, tiny_model: Path) -> None:

@@ -199,7 +199,7 @@ def test_what_was_evicted(
     wait_until(lambda: settled(server), "a writer at rest")
     again = server.chat(talks[0], max_tokens=8)
     assert again.cached_tokens == 0
-    assert records(server)[0]["reason"] == "evicted to keep to the budget"
+    assert records(server)[0]["reason"] == "evicted to stay within the budget"
     # It is written again, and so it was evicted in vain.
     wait_until(lambda: evicted_in_vain(server) > 256, "tokens that were asked for again")
     wait_until(lambda: settled(server), "a writer at rest")
