@@ -357,9 +357,7 @@ class Metrics:
 
         with COUNTING:
             created_s = self._created_s
-            requests = Count(
-                "kvpersist_requests", "Requests, by outcome.", labels=["outcome"]
-            )
+            requests = Count("kvpersist_requests", "Requests, by outcome.", labels=["outcome"])
             for outcome, n_requests in self._n_requests.items():
                 requests.add_metric([outcome], n_requests, created_s)
             prefilled = Count("kvpersist_prefilled_tokens", "Prompt tokens that were computed.")

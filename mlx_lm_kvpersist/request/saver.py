@@ -1,9 +1,9 @@
-"""Save the tokens of a request as blocks and checkpoints, and find what to restore.
+"""Save the tokens of a request as blocks and checkpoints, and find the records to restore.
 
-The work is kept small: hash the ids, copy the new tokens' KV, evaluate. Generation thread.
+A save does little work: hash the ids, copy the new tokens' KV, evaluate. Generation thread.
 
-A model with windows or recurrent layers continues only from a checkpoint, which holds its states
-and the last tokens of its windows. Checkpoints are at the ends of the system prompt, of the user's
+A model with windows or recurrent layers can resume only at a checkpoint, which has the states and
+the last tokens of the windows. Checkpoints are at the ends of the system prompt, of the user's
 messages and of the replies. A long prompt has temporary checkpoints until it is computed. A
 checkpoint that takes only a few seconds to compute again is postponed: the next checkpoint may
 replace it before it is written.
@@ -41,25 +41,25 @@ from ..store.records import Leaf
 from .outcome import Reason
 
 STATE = "state"
-"""The record of every checkpoint: states of recurrent layers, and the newest tokens of quantized
-layers in full precision."""
+"""The kind of the record that every checkpoint has: the states of recurrent layers, and the newest
+tokens of quantized layers in full precision."""
 
 MAX_CHECKPOINTS = 6
-"""A chain's first checkpoint stays, and this number of newest: two for each of three turns."""
+"""A chain keeps its first checkpoint, and this number of its newest: two a turn for three turns."""
 
 N_SAFE = 2
 """The number of newest written checkpoints to keep: a kill loses postponed checkpoints."""
 
 MAX_BRANCHES = 4
-"""The number of older positions where conversations diverge, for which checkpoints stay."""
+"""Checkpoints stay also for this number of older positions where conversations diverge."""
 
 MIN_TOKENS_BETWEEN = 16
-"""If fewer tokens are between two checkpoints, only one of the checkpoints stays."""
+"""A prompt's next checkpoint is saved only after at least this number of tokens."""
 
 _MAX_REPLY_BLOCKS = 64
 
 Stored = Mapping[bytes, Sequence[Checkpoint]]
-"""The windows and states at the end of a block, by the key of the block."""
+"""The stored windows and states at the end of each block, by the block's key."""
 
 
 @dataclass(eq=False)
@@ -86,7 +86,7 @@ class RunningSequence:
 
     @property
     def n_saved(self) -> int:
-        """How many tokens, from the first on, are in stored blocks."""
+        """The number of first tokens that are in stored blocks."""
         return self.chain[-1].stop if self.chain else 0
 
     def leaf(self, chain: Sequence[Block], replaced: Iterable[tuple[bytes, bytes]] = ()) -> Leaf:
@@ -99,10 +99,10 @@ class RunningSequence:
 
 @dataclass(frozen=True)
 class Needed:
-    """Tokens [start, stop) of a block or window, counted from its first token; a state has none.
+    """A record to read, and its tokens [start, stop), counted from its first token.
 
-    `forms` are the forms of its arrays; `window` is the number of tokens that a window's layers
-    see.
+    `forms` are the forms of its arrays. `window` is the number of tokens that a window's layers
+    see; None for a block or a state.
     """
 
     record: Record
@@ -133,13 +133,13 @@ class RestorePoint:
 
 @dataclass(frozen=True)
 class Saver:
-    """Saves and finds blocks, for models whose layers all hold every token."""
+    """Saves and finds blocks, for models in which every layer holds all tokens."""
 
     spec: ModelCacheSpec
     text: TokenText | None
 
     saves_every = BLOCK_TOKENS
-    """The number of tokens after which a prompt is saved while the rest is computed."""
+    """While a prompt is computed, it is saved at multiples of this number of tokens."""
     missing = Reason.EVICTED
     """The reason if not all matched tokens are restored."""
 
@@ -226,8 +226,8 @@ class Saver:
     ) -> list[tuple[bytes, bytes]]:
         """Return the partial blocks that longer blocks replace, each with the longer block's key.
 
-        If a reply fills a block, which is then quantized, the prompt's tokens of that block stay in
-        RAM unquantized, for the same prompt.
+        If a reply fills a block, the block is quantized. The prompt's tokens of that block also
+        stay in RAM, unquantized, for the same prompt.
         """
         replaced = []
         for block in dropwhile(lambda block: block.stop <= n_reused, chain):
@@ -248,7 +248,7 @@ class Saver:
         new, text = list[Block](), self.text
         parent, pending = chain[-1].key if chain else sequence.root.key, b""
         if chain and text is not None:
-            # `pending` is computed: no check would find damage in the index, which also has it.
+            # `pending` is not read from the index, because no check would find damage there.
             _, pending = text.feed(chain[-1].ids, chain[-2].pending if chain[1:] else b"")
         for start in range(chain[-1].stop if chain else 0, len(ids), BLOCK_TOKENS):
             block_ids = ids[start : start + BLOCK_TOKENS]
@@ -278,7 +278,7 @@ def window_kind(window: int) -> str:
 
 @dataclass(frozen=True)
 class CheckpointSaver(Saver):
-    """Also saves checkpoints, and finds the last usable one. `pace`: the speed of computing."""
+    """Also saves checkpoints, and finds the last that is usable. `pace`: the speed of computing."""
 
     pace: Pace = field(default_factory=Pace)
 
@@ -320,7 +320,7 @@ class CheckpointSaver(Saver):
         ended, before = cache_type == REPLY, sequence.chain
         if cache_type == PREFILL and len(tokens) % CHECKPOINT_EVERY:
             return
-        # A temporary checkpoint does not replace another checkpoint.
+        # A temporary checkpoint just before does not make this checkpoint unnecessary.
         is_last = before and (cache_type == PREFILL or not _is_temporary(before[-1]))
         if is_last and not ended and len(tokens) - before[-1].stop < MIN_TOKENS_BETWEEN:
             return
@@ -349,8 +349,8 @@ class CheckpointSaver(Saver):
         """Return the seconds to compute a chain's end from the last checkpoint that survives a
         kill.
 
-        The result is infinite for the first checkpoint, which other conversations share. Temporary
-        checkpoints count only while their prompt is computed.
+        The result is infinite for the first checkpoint, which other conversations share, and if the
+        speed is unknown. Temporary checkpoints count only while their prompt is computed.
         """
         is_chunk = cache_type == PREFILL
         before = [
@@ -375,7 +375,7 @@ class CheckpointSaver(Saver):
     ) -> list[tuple[Checkpoint, Arrays]]:
         """Return the missing windows and state at the end of the chain.
 
-        With `at_once`, a window longer than needed does not count if it is only in RAM.
+        With `at_once`, a stored window that is only in RAM counts only if it has no spare tokens.
         """
         n_tokens = chain[-1].stop
         new: list[tuple[Checkpoint, Arrays]] = []
@@ -412,11 +412,11 @@ class CheckpointSaver(Saver):
         """Return the `stored` windows and states that can be deleted.
 
         These checkpoints stay, with all records that they need: the newest checkpoints, the newest
-        in lower tiers, and the first, which other conversations share. Before each position where
-        another session ends or conversations diverge, two checkpoints stay: the last, and the
-        last in lower tiers. So a kill or an eviction costs another conversation no more than
-        `config.MAX_LOSS_S`. Temporary checkpoints stay only at these positions, or at the end. An
-        earlier reply at the position from which this sequence continued loses its checkpoint.
+        in lower tiers, and the first, which other conversations share. Up to each position where
+        another session ends or conversations diverge, the last checkpoint and the last in lower
+        tiers stay. So a kill or an eviction costs another conversation at most
+        `config.MAX_LOSS_S`. Temporary checkpoints stay only at these positions, or at the end. If
+        an earlier reply branches off where this sequence continued, its checkpoint is deleted.
         """
         chain = sequence.chain
         ends, forks = store.ends(chain, sequence.session), store.forks(chain)
@@ -448,7 +448,7 @@ class CheckpointSaver(Saver):
     def _needed_at(
         self, path: Sequence[Block], n_tokens: int, stored: Stored
     ) -> list[Needed] | None:
-        """Return the windows and the state to continue from a position; None without them."""
+        """Return the windows and the state to resume at a position; None if any is missing."""
         needed: list[Needed] = []
         at_end: list[Needed] = []
         n_newest = n_tokens % BLOCK_TOKENS if self.spec.quantized else 0
@@ -494,7 +494,7 @@ def _stored_window(stored: Stored, block: Block, window: int, n_tokens: int) -> 
 def _replies_left(
     chain: Sequence[Block], sequence: RunningSequence, store: BlockStore
 ) -> list[Checkpoint]:
-    """Return the checkpoints of replies without a next turn, where this chain branches off.
+    """Return the checkpoints of replies that have no next turn, where this chain branches off.
 
     Such a reply has one checkpoint, at its end. Turns of other conversations have an earlier
     checkpoint, too, or are the end of a session.

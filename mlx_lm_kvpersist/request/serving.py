@@ -39,11 +39,11 @@ _ORDER = count()
 """Numbers the requests in order of arrival."""
 
 LAST_PART_S = 2.0
-"""How long the last part of a reply waits at most until the earlier parts are on disk."""
+"""The longest time that the last part of a reply waits until the earlier parts are on disk."""
 INTERRUPTED_S = 2.0
-"""How long a prompt waits at most until the interrupted reply that it continues is saved."""
+"""The longest time that a prompt waits until the interrupted reply before it is saved."""
 MIN_SHARED = 2 * BLOCK_TOKENS
-"""If two prompts share fewer tokens, both compute them: waiting would take as long."""
+"""If two prompts share fewer tokens, both requests compute them: waiting takes as long."""
 SHORT_REPLY = 16
 """A shorter reply gets no drafts from stored ids: reading the ids would take longer."""
 _MORE_BYTES = 1 << 20
@@ -82,7 +82,7 @@ class RequestState:
     session: str | None = None
     namespace: str = ""
     note: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """The `client`, and the first `words` of its user, to show to people."""
+    """The `client`'s name, and the first `words` of its user, to show to people."""
     is_kept: bool = True
     """Whether its tokens may be stored, on disk or in RAM."""
     id: str = field(default_factory=lambda: f"kvp-{token_hex(8)}")
@@ -170,7 +170,7 @@ class RequestState:
 
 
 class _Source:
-    """A conversation's blocks and checkpoints, as a source of a match and of a restore point."""
+    """A shared conversation's blocks and checkpoints, for a match and for a restore point."""
 
     def __init__(self, conversation: Conversation) -> None:
         self._children = {block.parent: [block] for block in conversation.chain}
@@ -193,8 +193,8 @@ class Serving:
 
     `record` logs and stores the outcome of a request. `isolated`: whether sessions share nothing.
     `step_s`: how long a waiting request may work between two steps of the replies. `computing`: the
-    requests whose prompts are being computed, and some whose prompts are complete. `known`: all
-    requests that were looked up and are still referred to.
+    requests whose prompts are being computed, and some whose prompts are complete. `known`: weak
+    references to all requests that were looked up.
     """
 
     store: BlockStore
@@ -213,11 +213,11 @@ class Serving:
         return replace(root, namespace=state.namespace, session=session)
 
     def keeps(self, state: RequestState) -> bool:
-        """Whether a request's tokens are stored in a place where another request can find them."""
+        """Whether a request's tokens are stored such that another request can find them."""
         return state.is_kept and (state.session is not None or not self.isolated)
 
     def await_interrupted(self, request: ClientRequest, prompt: Prompt) -> None:
-        """Wait until the reply that a prompt continues is stored, if its client has just left."""
+        """Wait for the save of the reply that a prompt continues, if its client has just left."""
         state, messages = RequestState.of(request), prompt.messages
         root, deadline_s = self.root_of(state), time.monotonic() + INTERRUPTED_S
         for earlier in filter(None, [known() for known in self.known.valuerefs()]):
@@ -277,7 +277,7 @@ class Serving:
         return wanted
 
     def _plan(self, prompt: Prompt, root: Root, n_here: int, conversation: Conversation) -> Plan:
-        """Return the fetch to make, if a conversation has more tokens than the `n_here` first."""
+        """Return the records to fetch, if a conversation has more of a prompt than `n_here`."""
         from ..store.shared import Plan
 
         source, packed, model = _Source(conversation), pack_ids(prompt.ids), self.model
@@ -303,8 +303,8 @@ class Serving:
     def look_up(self, state: RequestState, prompt: Prompt) -> None:
         """Look up a prompt before it is queued. O(prompt).
 
-        The generation thread calls this only for a prompt with images, or for a model that was not
-        loaded before.
+        The generation thread calls this only for a prompt with images, or if the model was loaded
+        after the prompt was queued.
         """
         state.drop_lookup()
         state.lookup, state.rendered, state.messages = None, prompt, prompt.messages
@@ -340,7 +340,7 @@ class Serving:
                 logger.exception("kvpersist: a turn could not be saved")
 
     def finish(self, state: RequestState) -> None:
-        """Wait, before a reply's last part is sent, until enough of it is on disk. HTTP thread.
+        """Before a reply's last part is sent, wait until enough of it is on disk. HTTP thread.
 
         A kill then loses at most one block of the prompt and the last block of the reply.
         """
@@ -375,7 +375,7 @@ class Serving:
         return n_prompt - start > BLOCK_TOKENS or end.stop - start >= n_most
 
     def remember(self, state: RequestState) -> None:
-        """Remember a reply: once it is complete, or when its client has left. Any thread."""
+        """Remember a reply's ids once it is complete, or when its client has left. Any thread."""
         produced, sent, root = state.produced, state.sent, state.root
         # Another model may have been loaded in between.
         if not produced or root is None or root.fingerprint != self.model.fingerprint:
@@ -454,7 +454,7 @@ class ServedRequest(TakenRequest):
             if lookup is not None and serving.model.ranks.are_several:
                 fed = lookup.stored.prompt  # all ranks use the prompt that rank 0 has looked up
             reuse = Reuse(fed, Outcome(Kind.MISS, len(fed.ids), reason=Reason.STORE_FAILED))
-            state.digest = None  # the text of `fed` may differ
+            state.digest = None  # it may not be the digest of the text of `fed`
         if state.fetched and reuse.outcome.kind is not Kind.EXACT:
             detail = "; ".join(filter(None, (reuse.outcome.why, state.fetched)))
             reuse.outcome = replace(reuse.outcome, detail=detail)
@@ -537,7 +537,7 @@ class ServedRequest(TakenRequest):
             state.is_saved.set()
 
     def draft_ids(self, run: Sequence[int], n: int) -> Sequence[int]:
-        """Return the ids that followed a run in stored text, which is read for a longer reply."""
+        """Return ids that followed a run in stored text. Short replies do not read the store."""
         root, runs = self._root, self._serving.store.runs
         self._n_drafted += 1
         if self._n_drafted >= SHORT_REPLY and not self._has_asked_runs:
