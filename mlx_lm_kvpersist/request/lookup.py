@@ -48,10 +48,10 @@ MIN_STEPWISE_BYTES = 64 << 20
 """Fewer bytes are joined at once: joining them takes as long as one or two steps of replies."""
 
 MAX_MATCHED_TOKENS = 2048
-"""The generation thread neither matches a longer prompt by text nor splices it."""
+"""The generation thread matches a longer prompt only by its ids, and does not splice it."""
 
 _LOOK_S = 0.1
-"""How often a restore checks whether its client has left, in seconds."""
+"""The seconds after which a restore checks again whether its client has left."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +87,7 @@ class Reuse:
 
 @dataclass(frozen=True)
 class _Joined:
-    """Caches of `n_tokens`. Lower tiers had `n_read` of the tokens; the slowest was `tier`."""
+    """Caches of `n_tokens`; lower tiers had `n_read` of these. The slowest tier was `tier`."""
 
     n_tokens: int = 0
     caches: list[Any] | None = None
@@ -127,7 +127,7 @@ class Lookup:
         self._spent_s = 0.0
         self._n_quarantined = store.blocks_quarantined  # counted before a prefetch finds damage
         self._planned: tuple[tuple[Any, ...], RestorePoint | None] | None = None
-        """The last restore point, with the arguments of its search."""
+        """The last restore point, and the arguments for which it was found."""
         self._needed: set[bytes] = set()
         """The keys of all blocks and checkpoints that a restore point needed."""
         self.stored = StoredPrefix(prompt, b"")
@@ -174,7 +174,7 @@ class Lookup:
         return match_prompt(source, self.root.key, packed)
 
     def _to_use(self, stored: StoredPrefix, match: Match, text: str | None) -> StoredPrefix:
-        """Return the prefix, with the number of tokens to restore and the reason for no more.
+        """Return the prefix with the number of tokens to restore, and why the number is not larger.
 
         If `text` is None, the search for the reason skips other trees.
         """
@@ -224,7 +224,7 @@ class Lookup:
     def prefetch(self) -> bool:
         """Start to read the needed blocks; return whether reading or joining takes long.
 
-        O(blocks). `restore` works without a prefetch, too.
+        O(blocks). `restore` also works without a prefetch.
         """
         point = self._point()
         if point is None:
@@ -488,7 +488,7 @@ def tokens_to_reuse(
 ) -> tuple[int, Reason | None]:
     """Return `n_tokens` if restoring them is not slower than computing them; otherwise 0 and why.
 
-    They are the first tokens of a diverging match. Below MIN_TOKENS no reason is given. O(blocks).
+    The tokens are the first of a diverging match. Below MIN_TOKENS no reason is given. O(blocks).
     """
     if n_tokens < MIN_TOKENS:
         return 0, None  # only a template's first words match

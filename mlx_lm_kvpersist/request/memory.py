@@ -136,7 +136,7 @@ class Memory:
     def changed(self) -> None:
         """Give the pool the remaining memory, and set MLX's memory limit.
 
-        Then `admits` checks waiting requests again.
+        After this call, `admits` checks waiting requests again.
         """
         self._n_changes += 1
         level, self._level = self._level, self._pressure_level()
@@ -157,8 +157,8 @@ class Memory:
     def admits(self, claim: Claim) -> bool:
         """Return whether memory has room for a request; if so, reserve its memory.
 
-        The oldest request is the first, but MOST_PASSED smaller requests may pass it. O(requests),
-        and O(blocks) to pin the blocks to restore.
+        The oldest request begins first, but MOST_PASSED smaller requests may begin before it.
+        O(requests), and O(blocks) to pin the blocks to restore.
         """
         if claim in self._claims:
             return True
@@ -189,7 +189,7 @@ class Memory:
         return fits
 
     def enters(self, claim: Claim, *, has_entered: bool = True) -> None:
-        """Count a request as begun, with or without room: a request that is alone always begins."""
+        """Count a request as begun, even without room: a request that runs alone always begins."""
         claim.has_entered = has_entered
         if claim in self.waiting:
             self.waiting.remove(claim)
@@ -221,7 +221,7 @@ class Memory:
             self.weigh((), (), 0)
 
     def parts(self) -> dict[str, int]:
-        """Return bytes, the number of waiting requests, and the memory pressure. Any thread.
+        """Return the bytes of each part, the number of waiting requests, the pressure. Any thread.
 
         The values from "caches" to "unused" are parts of "total".
         """

@@ -1,6 +1,6 @@
 """How many tokens a request reused, and why no more: for replies, the log and metrics.
 
-The log of requests has the last requests, for people; metrics count all, for Prometheus.
+`RequestLog` has the last requests, for people; metrics count all requests, for Prometheus.
 prometheus_client is imported when Prometheus first asks, so that neither the start nor a reply
 waits for the import. Any thread.
 """
@@ -227,7 +227,7 @@ def why_not_stored(
 
 
 def _begins_alike(root: Root, text: str, store: BlockStore) -> bool:
-    """Whether a first block of a tree begins like a text, for longer than a template does."""
+    """Whether a first block of a tree and a text share more characters than a template has."""
     return any(
         block.text and common_prefix(block.text, text, 0) >= min(MIN_ALIKE_CHARS, len(block.text))
         for block in store.children(root.key, text)
@@ -235,7 +235,7 @@ def _begins_alike(root: Root, text: str, store: BlockStore) -> bool:
 
 
 class RequestLog:
-    """The last requests as JSON objects; `with_text`: these may quote prompts. Any thread.
+    """The last requests as JSON objects. `with_text`: they may quote prompts. Any thread.
 
     No field is added or removed, so a thread may read a record while another thread sets a field.
     """

@@ -280,8 +280,9 @@ def _streamed(reply: _Reply, tokenizer: Any) -> _Reply:
 
 
 def _replies_among(messages: Sequence[Message]) -> Iterator[tuple[Message, bytes, bytes]]:
-    """Yield each assistant message with two keys: hashes of the messages up to and before it.
+    """Yield each assistant message with two keys.
 
+    The first key hashes all messages up to this message; the second only the messages before it.
     The keys depend neither on the form of content nor on the reasoning.
     """
     digest = blake2b(digest_size=_DIGEST_BYTES, person=b"kvpersist-talk-3")

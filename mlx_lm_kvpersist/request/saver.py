@@ -45,13 +45,13 @@ STATE = "state"
 tokens of quantized layers in full precision."""
 
 MAX_CHECKPOINTS = 6
-"""A chain keeps its first checkpoint, and this number of its newest: two a turn for three turns."""
+"""A chain keeps its first checkpoint, and this number of its newest: two per turn, for 3 turns."""
 
 N_SAFE = 2
 """The number of newest written checkpoints to keep: a kill loses postponed checkpoints."""
 
 MAX_BRANCHES = 4
-"""Checkpoints stay also for this number of older positions where conversations diverge."""
+"""Checkpoints also stay at this number of older positions where conversations diverge."""
 
 MIN_TOKENS_BETWEEN = 16
 """A prompt's next checkpoint is saved only after at least this number of tokens."""
@@ -86,7 +86,7 @@ class RunningSequence:
 
     @property
     def n_saved(self) -> int:
-        """The number of first tokens that are in stored blocks."""
+        """How many of the first tokens are in stored blocks."""
         return self.chain[-1].stop if self.chain else 0
 
     def leaf(self, chain: Sequence[Block], replaced: Iterable[tuple[bytes, bytes]] = ()) -> Leaf:
@@ -192,7 +192,7 @@ class Saver:
     ) -> None:
         """Save the blocks of a sequence, whose caches hold `tokens`. Generation thread.
 
-        At the end of a reply all new blocks are written, and the session's leaf moves. Before that,
+        At the end of a reply all new blocks are written, and the session gets the new leaf. Before,
         full blocks are written, and an unfinished block of a whole prompt stays in RAM.
         """
         before = sequence.chain
@@ -316,11 +316,11 @@ class CheckpointSaver(Saver):
         cache_type: str,
         store: BlockStore,
     ) -> None:
-        """Save blocks with a checkpoint at their end; after a reply, move the session's leaf."""
+        """Save blocks with a checkpoint at their end; after a reply, set the session's leaf."""
         ended, before = cache_type == REPLY, sequence.chain
         if cache_type == PREFILL and len(tokens) % CHECKPOINT_EVERY:
             return
-        # A temporary checkpoint just before does not make this checkpoint unnecessary.
+        # This checkpoint is needed even if a temporary checkpoint is just before it.
         is_last = before and (cache_type == PREFILL or not _is_temporary(before[-1]))
         if is_last and not ended and len(tokens) - before[-1].stop < MIN_TOKENS_BETWEEN:
             return
@@ -335,7 +335,7 @@ class CheckpointSaver(Saver):
             stored.setdefault(checkpoint.block, []).append(checkpoint)
         leaf = sequence.leaf(chain) if ended else None
         superseded = self.superseded(sequence, stored, store) if ended else ()
-        # All records that the checkpoint needs wait with it, so that no record is evicted.
+        # The commit has all windows and states that the checkpoint needs, so that none is evicted.
         at_end = self._needed_at(chain, chain[-1].stop, stored) or ()
         used = [need.record for need in at_end if isinstance(need.record, Checkpoint)]
         added = tuple(new or chain[-1:])
@@ -375,7 +375,7 @@ class CheckpointSaver(Saver):
     ) -> list[tuple[Checkpoint, Arrays]]:
         """Return the missing windows and state at the end of the chain.
 
-        With `at_once`, a stored window that is only in RAM counts only if it has no spare tokens.
+        With `at_once`, a stored window that is only in RAM counts only if it has no more tokens.
         """
         n_tokens = chain[-1].stop
         new: list[tuple[Checkpoint, Arrays]] = []
@@ -496,8 +496,8 @@ def _replies_left(
 ) -> list[Checkpoint]:
     """Return the checkpoints of replies that have no next turn, where this chain branches off.
 
-    Such a reply has one checkpoint, at its end. Turns of other conversations have an earlier
-    checkpoint, too, or are the end of a session.
+    Such a reply has one checkpoint, at its end. A branch of another conversation
+    has a second checkpoint, or is the end of a session.
     """
     n_reused = sequence.n_reused
     # `n_reused` may be some tokens after the end of the last block of both chains.

@@ -41,7 +41,7 @@ _ORDER = count()
 LAST_PART_S = 2.0
 """The longest time that the last part of a reply waits until the earlier parts are on disk."""
 INTERRUPTED_S = 2.0
-"""The longest time that a prompt waits until the interrupted reply before it is saved."""
+"""The longest time that a prompt waits for the save of the interrupted reply that it continues."""
 MIN_SHARED = 2 * BLOCK_TOKENS
 """If two prompts share fewer tokens, both requests compute them: waiting takes as long."""
 SHORT_REPLY = 16
@@ -94,7 +94,7 @@ class RequestState:
     n_prompt: int = 0
     """The number of prompt tokens, if stock serves the request."""
     root: Root | None = None
-    """The root of the tree that the request's tenant may see, once its model is loaded."""
+    """The root of the tree that the request's tenant may see, once the model is loaded."""
     messages: Sequence[dict[str, Any]] = field(default=(), repr=False)
     rendered: Prompt | None = field(default=None, repr=False)
     """The prompt that was looked up."""
@@ -193,7 +193,7 @@ class Serving:
 
     `record` logs and stores the outcome of a request. `isolated`: whether sessions share nothing.
     `step_s`: how long a waiting request may work between two steps of the replies. `computing`: the
-    requests whose prompts are being computed, and some whose prompts are complete. `known`: weak
+    requests whose prompts are being computed; some may be complete. `known`: weak
     references to all requests that were looked up.
     """
 
@@ -213,11 +213,11 @@ class Serving:
         return replace(root, namespace=state.namespace, session=session)
 
     def keeps(self, state: RequestState) -> bool:
-        """Whether a request's tokens are stored such that another request can find them."""
+        """Whether a request's tokens are stored so that another request can find them."""
         return state.is_kept and (state.session is not None or not self.isolated)
 
     def await_interrupted(self, request: ClientRequest, prompt: Prompt) -> None:
-        """Wait for the save of the reply that a prompt continues, if its client has just left."""
+        """Wait until an interrupted reply is saved, if the prompt continues it."""
         state, messages = RequestState.of(request), prompt.messages
         root, deadline_s = self.root_of(state), time.monotonic() + INTERRUPTED_S
         for earlier in filter(None, [known() for known in self.known.valuerefs()]):
@@ -277,7 +277,7 @@ class Serving:
         return wanted
 
     def _plan(self, prompt: Prompt, root: Root, n_here: int, conversation: Conversation) -> Plan:
-        """Return the records to fetch, if a conversation has more of a prompt than `n_here`."""
+        """Return the records to fetch, if a conversation matches more tokens than `n_here`."""
         from ..store.shared import Plan
 
         source, packed, model = _Source(conversation), pack_ids(prompt.ids), self.model
@@ -454,7 +454,7 @@ class ServedRequest(TakenRequest):
             if lookup is not None and serving.model.ranks.are_several:
                 fed = lookup.stored.prompt  # all ranks use the prompt that rank 0 has looked up
             reuse = Reuse(fed, Outcome(Kind.MISS, len(fed.ids), reason=Reason.STORE_FAILED))
-            state.digest = None  # it may not be the digest of the text of `fed`
+            state.digest = None  # `fed` may have another text
         if state.fetched and reuse.outcome.kind is not Kind.EXACT:
             detail = "; ".join(filter(None, (reuse.outcome.why, state.fetched)))
             reuse.outcome = replace(reuse.outcome, detail=detail)

@@ -221,7 +221,7 @@ def test_caches_that_cannot_be_trimmed_are_refused_by_name(
     windows = str(make_zoo_model(tmp_path / "windows", "gemma3_text"))
     both = (paths[0], windows) if is_draft else (windows, paths[1])
     asked = ModelOptions(KV_BITS["16"], "dequantize", 1 << 30, with_text=True)
-    named = "layer 0 of the draft model has a RotatingKVCache, from which tokens cannot be taken"
+    named = "layer 0 of the draft model has a RotatingKVCache, which cannot be trimmed"
     with pytest.raises(ModelNotSupported, match=named if is_draft else named.replace("draft ", "")):
         load_model(provided(*both), asked)
 
