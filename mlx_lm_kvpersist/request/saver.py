@@ -192,7 +192,7 @@ class Saver:
     ) -> None:
         """Save the blocks of a sequence, whose caches hold `tokens`. Generation thread.
 
-        At the end of a reply all new blocks are written, and the session gets the new leaf. Before,
+        At the end of a reply all new blocks are written, and the session gets its leaf. Earlier,
         full blocks are written, and an unfinished block of a whole prompt stays in RAM.
         """
         before = sequence.chain
@@ -226,8 +226,8 @@ class Saver:
     ) -> list[tuple[bytes, bytes]]:
         """Return the partial blocks that longer blocks replace, each with the longer block's key.
 
-        If a reply fills a block, the block is quantized. The prompt's tokens of that block also
-        stay in RAM, unquantized, for the same prompt.
+        If a reply fills a quantized block, the prompt's tokens of that block also stay in RAM,
+        unquantized, for the same prompt.
         """
         replaced = []
         for block in dropwhile(lambda block: block.stop <= n_reused, chain):
@@ -375,7 +375,7 @@ class CheckpointSaver(Saver):
     ) -> list[tuple[Checkpoint, Arrays]]:
         """Return the missing windows and state at the end of the chain.
 
-        With `at_once`, a stored window that is only in RAM counts only if it has no more tokens.
+        With `at_once`, a window longer than needed counts only if it is also in a lower tier.
         """
         n_tokens = chain[-1].stop
         new: list[tuple[Checkpoint, Arrays]] = []
