@@ -29,9 +29,9 @@ WATCH_S = 0.1
 POLL_S = 0.01
 """Seconds between two checks whether the last reply has ended, when the server ends."""
 PROBE_AGAIN_S = 1.0
-"""The pause between the first two probes of a reply; it doubles with each probe."""
+"""The pause between the first two probes of a reply. The pause doubles after each probe."""
 HEADERS_AFTER_S = 2.0
-"""How long a stream's headers wait for an error's status and for plugins' headers."""
+"""How long a stream's headers wait: an error may set the status, and plugins add headers."""
 KEEPALIVE_S = 10.0
 """How long a stream may be silent: clients give up after 300 s."""
 DRAIN_S = 5.0
@@ -59,7 +59,7 @@ class ClientConnection(io.BufferedIOBase):
         self._connection = connection
         self._version = version.encode()
         self.lock = threading.RLock()
-        """Held while a piece of a reply is made and written, so that pieces keep their order."""
+        """Locked while a piece of a reply is made and written, so that pieces keep their order."""
         self.begin_reply()
 
     def begin_reply(self) -> None:
@@ -87,7 +87,7 @@ class ClientConnection(io.BufferedIOBase):
         with self.lock:
             self._keepalive_at_s = time.monotonic() + KEEPALIVE_S
             rest, self._unsent = self._unsent + self._without_probes(written), b""
-            try:  # sendall, with its timeout, first asks whether the client can take bytes
+            try:  # sendall has a timeout: it first checks whether the client can receive bytes
                 n_sent = os.write(self._connection.fileno(), rest)
             except BlockingIOError:
                 n_sent = 0

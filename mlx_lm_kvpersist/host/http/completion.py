@@ -54,7 +54,7 @@ class Completion:
         """Whether the client gets the reply as a stream."""
         self._context: Any = None  # stock's context
         self._is_open = False
-        """Whether headers were sent: stock's headers, or early headers."""
+        """Whether headers were sent, either stock's headers or early headers."""
         self._early_headers: list[tuple[str, str]] = []
         """The plugins' headers for a stream that begins while its request waits."""
         self.reasoning: list[str] = []
@@ -82,7 +82,7 @@ class Completion:
         return list(chain(*manager.ask("response_headers", request=seen, is_early=is_early)))
 
     def responses(self, context: Any, responses: Iterable[Any]) -> Iterator[Any]:
-        """Return the reply's tokens, up to a stop word in their text; keep stock's `context`."""
+        """Store stock's `context`; return the reply's tokens, up to a stop word in their text."""
         self._context = context
         if self._api is not None and context.tool_parser is not None:
             context.tool_parser = partial(self._parse_call, context.tool_parser)
@@ -134,7 +134,7 @@ class Completion:
         lines = [f"{name}: {text}" for name, text in self.plugin_headers()]
         self.doing = "prefill"
         with self._client.lock:
-            if self._is_open:  # too late for headers, but a reader can still see them
+            if self._is_open:  # too late for headers, but people who read the stream see them
                 self._client.write("".join(f": {line}\n\n" for line in lines).encode())
                 return
             self._is_open = True

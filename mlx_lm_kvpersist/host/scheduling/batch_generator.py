@@ -38,7 +38,7 @@ else:
     Stock = object
 
 CLEAR_EVERY = 512
-"""The number of steps of the replies after which freed memory is returned, as in stock."""
+"""Freed memory is returned after this number of steps of the replies, as in stock."""
 
 LOOKS_FIRST: ContextVar[Callable[[], bool]] = ContextVar("looks_first", default=lambda: False)
 """Returns whether the server's loop looks for requests before the next step of its generator."""
@@ -52,9 +52,9 @@ class Decision:
 
     `stopped`: prompts whose clients left. `parks`: whether the youngest reply is parked, because
     memory does not suffice. `returning`: parked sequences for which there is room again. `begins`:
-    groups of prompts whose replies begin together. `chunk`: how many tokens of which prompts are
-    computed in one call; the prompt whose turn it is comes first. `error`: the error that a plugin
-    raised in the decision.
+    groups of prompts whose replies begin together. `chunk`: the prompts that are computed in
+    one call, and how many tokens of each; the prompt whose turn it is comes first. `error`: the
+    error that a plugin raised in the decision.
     """
 
     stopped: Sequence[int]
@@ -103,16 +103,16 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         """Whether memory did not suffice in the last step; if so, no prompt begins."""
         self._n_steps = 0
         self._progress: list[Any] = []
-        """The responses for prompts of the running step."""
+        """The responses of the running step for prompts."""
         self._tokens: list[Any] = []
-        """The responses for replies of the last step."""
+        """The responses of the last step for replies."""
         self._copied: list[int] = []
-        """The uids of the replies whose rows the evaluated caches hold."""
+        """The uids of the replies whose rows are in the evaluated caches."""
 
     # The public methods of stock's generator.
 
     def insert_segments(self, segments: Any, *args: Any, **kwargs: Any) -> Any:
-        """Queue sequences; stock checks the sequences and gives them uids."""
+        """Queue sequences; stock checks them, and assigns uids."""
         uids = super().insert_segments(segments, *args, **kwargs)
         while self._unprocessed_sequences:
             self.queue.append(Prefill(*self._unprocessed_sequences.popleft()))
@@ -401,13 +401,13 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
                 mx.eval(layers)
                 n_bytes, layers = 0, []
 
-    # Failures. Stock removes a request after a response if its context was told to stop.
+    # Failures. If a request's context is told to stop, stock removes the request after a response.
 
     def _guarded(self, prefills: Collection[Prefill], act: Callable[[], None], step: Step) -> None:
-        """Call `act` for prompts. An exception ends the request of a prompt that is alone.
+        """Call `act` for prompts. If a single prompt fails, its request ends.
 
-        Several prompts are then computed again, each alone: only the faulty prompt fails, and a
-        single prompt needs less memory.
+        If several prompts fail together, each is computed again alone: only the faulty prompt fails
+        then, and a single prompt needs less memory.
         """
         try:
             act()
@@ -447,7 +447,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             raise error
         if not isinstance(error, ClientGone):
             logger.error("kvpersist: a request failed", exc_info=error)
-        reply.fail(error.with_traceback(None))  # the exception's frames hold the caches
+        reply.fail(error.with_traceback(None))  # the exception's frames refer to the caches
         self._progress.append(PromptProcessingBatch.Response(uid, (0, 0), False, False))
 
 

@@ -50,7 +50,7 @@ MOST_IN_A_ROW = 8
 """The number of failures of one kind of step, without a success in between, that end the server."""
 _N_TRIES = 3
 _PAUSE_S = 0.1
-"""Seconds between two tries: the error of a step may be reported again at the next try."""
+"""Seconds between two tries: the next try may report an earlier step's error."""
 
 Step = Literal["prompt", "reply"]
 """A step computes a part of prompts, or the next tokens of replies."""
@@ -66,7 +66,7 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
     """Loads as stock does, then asks the plugins. Generation thread."""
 
     is_ready = False
-    """Whether requests are served: the default model, if any, is loaded."""
+    """Whether requests can be served: the default model, if there is one, is loaded."""
     is_loading = False
     """Whether a model is being loaded, or the hook `model_loaded` is running."""
     fatal_error: BaseException | None = None
@@ -74,7 +74,7 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
     _own_names: Sequence[str] = ()
     _plugin_error: Exception | None = None
     max_context: int | None = None
-    """The most tokens of a prompt of the loaded model, None if its files do not state it."""
+    """The most tokens that the loaded model's prompts may have; None if its files do not say."""
     reads_images = False
     """Whether the loaded model, its processor and its chat template take images."""
     _n_logits: int | None = None
@@ -121,7 +121,7 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
                     draft = PluginCaches(self.draft_model, plugin, support.draft)
                     self.draft_model.make_cache = draft
         except Exception as error:
-            # Otherwise the next request would find this model loaded, without its plugins.
+            # Otherwise the next request would use this model without its plugins.
             for name in ("model_key", "model", "tokenizer", "processor", "draft_model"):
                 setattr(self, name, None)
             self.is_batchable = False
@@ -129,7 +129,7 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
             raise
 
     def load(self, model_path: Any, adapter_path: Any = None, draft_model_path: Any = None) -> Any:
-        """Load like stock; the command line's adapter is the default for its model."""
+        """Load as stock does; the command line's adapter is the default for its model."""
         if model_path in ("default_model", *self._own_names) and self.cli_args.model is not None:
             model_path = self.cli_args.model
             adapter_path = adapter_path or self.cli_args.adapter_path

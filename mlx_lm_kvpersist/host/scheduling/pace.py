@@ -6,10 +6,10 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 _SHORT = 64
-"""The time of a chunk of at most this many tokens may be only overhead."""
+"""The time of a chunk of up to this number of tokens may be only overhead."""
 
 _MOST_FOR_OVERHEAD = 256
-"""If its time is mostly overhead, a chunk may be longer than planned, up to this length."""
+"""A chunk whose time is mostly overhead may be longer than planned, up to this length."""
 
 _USUAL_CHUNK = 512
 """The chunk length that `seconds` assumes."""

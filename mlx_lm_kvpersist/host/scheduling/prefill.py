@@ -31,13 +31,13 @@ ROUND = 64
 """Long chunks end at multiples of this number."""
 
 IDLE_CHUNK_S = 0.3
-"""How long a chunk may take while no replies run. A prompt that arrives waits for the chunk."""
+"""How long a chunk may take while no replies run: a new prompt waits for the chunk."""
 
 IDLE_CHUNK = 512
 """The shortest chunk while no replies run: shorter chunks are slower on any device."""
 
 MOST_PASSED_OVER = 3
-"""After this many chunks of other prompts, the oldest prompt runs."""
+"""After this number of chunks of other prompts, the oldest prompt is computed."""
 
 MOST_DRAFTED = 32
 """The most tokens of a draft model that are checked at once. Caches can trim this number."""
@@ -53,7 +53,7 @@ def chunk_size(position: int, most: int) -> int:
 
 
 def peak_memory() -> Callable[[], int]:
-    """Return a function that returns the peak memory from now on, less the memory in use.
+    """Return a function that returns the peak memory since now, minus the memory in use.
 
     This resets MLX's counter. Some models evaluate within their call, so call this function before.
     """
@@ -94,7 +94,7 @@ class Prefill:
     sampler: Any
     processors: Any
     stops: Any
-    _: KW_ONLY  # if stock's items get another field, TypeError is raised
+    _: KW_ONLY  # raises TypeError if stock's items get another field
     row: Any = None
     """Stock's batch of a parked reply, without caches: it has the next token and the counters."""
     is_alone: bool = False
@@ -133,7 +133,7 @@ class Prefills:
         self._model, self._caches, self._limits = model, caches, caches.limits
         self._step_size = step_size
         self._waited_s = 0.0
-        """How long the last chunk waited until the device had ended a step of the replies."""
+        """How long the last chunk waited for the device to end a step of the replies."""
         self.all: list[Prefill] = []
 
     def drop(self, prefills: Collection[Prefill]) -> None:

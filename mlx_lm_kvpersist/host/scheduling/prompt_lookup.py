@@ -21,13 +21,13 @@ import mlx.core as mx
 N_LAST = 4
 """If this number of last ids occurred before, the ids that followed them are drafts."""
 N_SHOWN = 16
-"""The number of last ids that a plugin gets, to return ids that may follow."""
+"""The number of last ids that a plugin gets in order to return the ids that may follow."""
 MOST_DRAFTED = 16
 """The largest number of drafts in one step."""
 MOST_CREDIT = 4.0
-"""The most steps that right drafts can gain in advance for later wrong drafts."""
+"""The most gained steps of right drafts that are saved for later wrong drafts."""
 PAID_OFF = 0.01
-"""The part of a step by which each step without drafts reduces the loss of wrong drafts."""
+"""Each step without drafts reduces the loss of wrong drafts by this part of a step."""
 _INDEXED_AT_ONCE = 2048
 """The number of older ids that are indexed in one step."""
 

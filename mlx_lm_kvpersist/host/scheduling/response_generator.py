@@ -43,9 +43,9 @@ ARRIVING_S = 0.1
 _N_BEFORE = 8
 """The number of tokens before a reply that are decoded together with its first tokens."""
 LOOK_S = 0.005
-"""Seconds between two checks whether a request is still being read."""
+"""The seconds between two checks whether a request is still being read."""
 FAILED_S = 1.0
-"""How long a server still answers, with an error, after its generation thread failed."""
+"""How long a server still answers with errors after its generation thread has failed."""
 
 logger = logging.getLogger(__name__)
 
@@ -111,9 +111,9 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _next_request(self, timeout: float | None = None) -> Any:
         """Return the next request that stock is to serve, None if no request may enter.
 
-        Stock gives no timeout while it serves a batch; this method then does not wait. A request
-        for another model, or that cannot be batched, passes no other request, because it would end
-        the batch. While nothing is served, the oldest request enters at once.
+        While stock serves a batch, it gives no timeout: this method does not wait. A request
+        that cannot be batched, or is for another model, passes no other request, because it would
+        end the batch. While nothing is served, the oldest request enters at once.
         """
         self._has_looked = True
         self._set_serving(timeout is None)
@@ -211,8 +211,8 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         """Whether all ranks ask rank 0 now. Every rank calls this after each step."""
         if not self._ranks.are_several:
             return self._is_asked()
-        # A rank that asks waits for the running step. So ranks ask in a step in which they have
-        # already waited for each other, or else after ASK_EVERY steps.
+        # A rank that asks waits for the running step. So ranks ask after a step in which they have
+        # already waited for each other, or after ASK_EVERY steps.
         self._n_steps += 1
         self._ranks.progressed()
         has_waited, is_asked = self._n_messages != self._ranks.n_messages, False
@@ -242,7 +242,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             self._stops = stops
 
     def _share_object(self, obj: Any) -> Any:
-        """Return rank 0's object; unlike stock, detect a rank that expects another message."""
+        """Return rank 0's object. Unlike stock, detect a rank that expects another message."""
         return self._ranks.told(obj, "what stock shares")
 
     def _joins(self, waiting: Waiting) -> bool:
@@ -256,7 +256,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
                 and has_text_only(request.messages)
             )
         except Exception:
-            return True  # tokenizing will also fail, and inform the client
+            return True  # tokenizing will fail, too, and the client gets that error
 
     def _begin(self, waiting: Waiting) -> None:
         """Tokenize a request and let plugins prefetch its data; a failure goes to the client."""

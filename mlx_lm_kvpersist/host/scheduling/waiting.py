@@ -19,7 +19,7 @@ QUIET_GAP_S = 0.25
 """The same limit while no reply has begun, so that prompts are computed together."""
 
 WORK_S = 0.005
-"""If a plugin takes longer to answer, it has worked for the request."""
+"""A plugin that takes longer to answer has worked for the request."""
 
 LARGE_S = 0.25
 """A request that has worked longer lets shorter requests pass."""
@@ -148,7 +148,7 @@ class AdmissionQueue(deque[Waiting]):
     """
 
     _gap_began_s: float | None = None
-    """When the last step of the replies ended; None when the next step may begin."""
+    """When the current pause between two steps began; None until a pause begins."""
     _n_gaps = 0
     _has_moved = False
     """Whether a request has begun, worked or entered in this pause."""
