@@ -87,7 +87,7 @@ class Reuse:
 
 @dataclass(frozen=True)
 class _Joined:
-    """Caches of `n_tokens`; lower tiers had `n_read` of these. The slowest tier was `tier`."""
+    """Caches of `n_tokens`; lower tiers had `n_read` of the tokens. The slowest tier: `tier`."""
 
     n_tokens: int = 0
     caches: list[Any] | None = None
@@ -488,7 +488,7 @@ def tokens_to_reuse(
 ) -> tuple[int, Reason | None]:
     """Return `n_tokens` if restoring them is not slower than computing them; otherwise 0 and why.
 
-    The tokens are the first of a diverging match. Below MIN_TOKENS no reason is given. O(blocks).
+    A match that diverges begins with these tokens. Below MIN_TOKENS no reason is given. O(blocks).
     """
     if n_tokens < MIN_TOKENS:
         return 0, None  # only a template's first words match

@@ -233,8 +233,8 @@ def load_model(provider: Any, options: ModelOptions) -> LoadedModel:
             logger.warning("kvpersist: %d layers stay in full precision: %s", n_slots, why)
     if facts is None:
         logger.warning(
-            "kvpersist: there are no facts about the architecture of %s: prompts are computed "
-            "alone, attention dequantizes, and restores are checked if their caches can be trimmed",
+            "kvpersist: the package has no facts about the architecture of %s: prompts are "
+            "computed alone, attention dequantizes, restores are checked if caches can be trimmed",
             name,
         )
     n_positions = position_limit(model) or math.inf

@@ -162,9 +162,9 @@ class Outcome:
 def divergence_at(
     text: str, nearest: Match, messages: Sequence[dict[str, Any]]
 ) -> Divergence | None:
-    """Return the position, and the message, where a prompt diverges from the stored text.
+    """Return the position and the message at which a prompt diverges from the stored text.
 
-    The message is found by its content. Returns None if the prompt or the stored text ends there.
+    The message is found by its content. Returns None if either text ends there.
     """
     n_agreed = nearest.n_agreed
     prompt_next = text[n_agreed : n_agreed + SHOWN_CHARS]

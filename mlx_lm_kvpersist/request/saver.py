@@ -54,7 +54,7 @@ MAX_BRANCHES = 4
 """Checkpoints also stay at this number of older positions where conversations diverge."""
 
 MIN_TOKENS_BETWEEN = 16
-"""A prompt's next checkpoint is saved only after at least this number of tokens."""
+"""The checkpoints of a prompt are at least this number of tokens apart."""
 
 _MAX_REPLY_BLOCKS = 64
 

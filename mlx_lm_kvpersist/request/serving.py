@@ -340,7 +340,7 @@ class Serving:
                 logger.exception("kvpersist: a turn could not be saved")
 
     def finish(self, state: RequestState) -> None:
-        """Before a reply's last part is sent, wait until enough of it is on disk. HTTP thread.
+        """Before a reply's last part is sent, wait for earlier parts to be on disk. HTTP thread.
 
         A kill then loses at most one block of the prompt and the last block of the reply.
         """
