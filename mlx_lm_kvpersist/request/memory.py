@@ -152,7 +152,7 @@ class Memory:
         # limit is raised for a request that runs alone and needs more than the account.
         mx.set_memory_limit(self.weights_bytes + max(self._whole_bytes, needed + idle_bytes))
 
-    # Requests that want to begin.
+    # Requests that have not begun.
 
     def admits(self, claim: Claim) -> bool:
         """Return whether memory has room for a request; if so, reserve its memory.

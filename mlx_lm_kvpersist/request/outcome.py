@@ -227,7 +227,7 @@ def why_not_stored(
 
 
 def _begins_alike(root: Root, text: str, store: BlockStore) -> bool:
-    """Whether a first block of a tree and a text share more characters than a template has."""
+    """Whether a text begins with MIN_ALIKE_CHARS, or all characters, of a first block of a tree."""
     return any(
         block.text and common_prefix(block.text, text, 0) >= min(MIN_ALIKE_CHARS, len(block.text))
         for block in store.children(root.key, text)
