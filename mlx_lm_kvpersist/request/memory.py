@@ -271,7 +271,7 @@ def total_bytes(option: int | None, n_weights: int) -> int:
     left = offered - n_weights - min(offered // 8, MOST_RESERVE_BYTES)
     if left < LEAST_BYTES:
         logger.warning(
-            "kvpersist: the model's %s leave too little of the device's %s; kvpersist uses %s more",
+            "kvpersist: the weights are %s, the device offers %s; all else gets the minimum of %s",
             *map(show_bytes, (n_weights, offered, LEAST_BYTES)),
         )
     return max(left, LEAST_BYTES)
@@ -285,7 +285,7 @@ def wired_bytes(n_weight_bytes: int, asked_bytes: int) -> tuple[int | None, str]
     sizes = f"the weights are {show_bytes(n_weight_bytes)} of {show_bytes(asked_bytes)}"
     if n_weight_bytes > NEEDED_ABOVE * asked_bytes:
         return None, f"as stock, up to {show_bytes(asked_bytes)}: {sizes}, more than half"
-    return 0, f"off: {sizes}, at most half"
+    return 0, f"off: {sizes}, half or less"
 
 
 def pressure_level() -> int:

@@ -164,7 +164,7 @@ def divergence_at(
 ) -> Divergence | None:
     """Return the position and the message at which a prompt diverges from the stored text.
 
-    The message is found by its content. Returns None if either text ends there.
+    Returns None if either text ends there. The message is found by its content.
     """
     n_agreed = nearest.n_agreed
     prompt_next = text[n_agreed : n_agreed + SHOWN_CHARS]
@@ -194,8 +194,8 @@ def divergence_at(
 def why_not_stored(
     prompt_ids: Sequence[int], text: str | None, match: Match, root: Root, store: BlockStore
 ) -> tuple[Reason, str]:
-    """Return why the text after a match is not stored: it was removed, is stored under another
-    root, or was never saved.
+    """Return why a match does not go further: the next text was removed, is under another root, or
+    was never saved.
 
     The returned text, unless it is "", replaces the text of the reason. The tenant's blocks are
     compared first, so that the reason in a reply does not depend on other tenants.
@@ -309,8 +309,8 @@ class Times:
 class Metrics:
     """All metrics.
 
-    store: returns `BlockStore.stats()`; memory: returns `Memory.parts()`. They return None
-    without a store, or without a model.
+    store: returns `BlockStore.stats()`, None without a store. memory: returns `Memory.parts()`,
+        None without a model.
     """
 
     def __init__(

@@ -226,8 +226,8 @@ class Saver:
     ) -> list[tuple[bytes, bytes]]:
         """Return the partial blocks that longer blocks replace, each with the longer block's key.
 
-        If a reply fills a quantized block, the prompt's tokens of that block also stay in RAM,
-        unquantized, for the same prompt.
+        A partial block that is only in RAM is not replaced by a quantized block: the same prompt
+        continues from it.
         """
         replaced = []
         for block in dropwhile(lambda block: block.stop <= n_reused, chain):

@@ -193,8 +193,8 @@ class Serving:
 
     `record` logs and stores the outcome of a request. `isolated`: whether sessions share nothing.
     `step_s`: how long a waiting request may work between two steps of the replies. `computing`: the
-    requests whose prompts are being computed; some may be complete. `known`: weak
-    references to all requests that were looked up.
+    requests that began to compute their prompts; some may be past it. `known`: weak references to
+    all requests that were looked up.
     """
 
     store: BlockStore
@@ -559,8 +559,8 @@ def awaits_another(
 ) -> bool:
     """Whether a prompt should wait for blocks that another request is computing.
 
-    n_shared: how many of the prompt's tokens each other request will store. O(requests), plus the
-        ids of each new request.
+    n_shared: how many of the prompt's tokens each other request will store. O(others), and the
+        ids of those that are not in it.
     """
     for other in others:
         sequence = other.sequence

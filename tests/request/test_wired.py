@@ -16,7 +16,7 @@ GIB = 1 << 30
 @pytest.mark.parametrize(
     ("weights", "expected", "says"),
     [
-        (8 * GIB, 0, "off: the weights are 8.0 GiB of 16.0 GiB, at most half"),
+        (8 * GIB, 0, "off: the weights are 8.0 GiB of 16.0 GiB, half or less"),
         (9 * GIB, None, "as stock, up to 16.0 GiB: the weights are 9.0 GiB of 16.0 GiB, more"),
     ],
 )
