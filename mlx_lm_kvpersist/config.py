@@ -148,15 +148,15 @@ _SERVING = {
     ),
     "attention": _option(
         "How layers attend over quantized keys: dequantize one layer at a time, read them "
-        "packed, or dequantize in tiles, if the model and the device can (default: a fixed "
+        "packed, or dequantize in tiles, if model and device allow it (default: a fixed "
         "policy for each backend)",
         choices=("auto", "dequantize", "packed", "tiled"),
         default="auto",
     ),
     "draft": _option(
-        "Whether to draft text that a reply repeats from its own or another stored conversation, "
-        "several tokens a step, while no other request runs; drafting pauses if it saves no time, "
-        "and is off on CUDA (default: auto)",
+        "Whether to draft text that a reply repeats from its own or a stored conversation, several "
+        "tokens a step. Drafting pauses if it saves no time or another request runs, and is off on "
+        "CUDA (default: auto)",
         choices=("auto", "off"),
         default="auto",
     ),

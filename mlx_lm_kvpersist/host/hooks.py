@@ -397,8 +397,8 @@ def routes() -> list[Route]:  # type: ignore[empty-body]
 def started(serve: Callable[[Callable[[Any], None]], None]) -> None:
     """The server is about to listen. Main thread.
 
-    `serve` runs a function with a handler, as a route is run, for a request of the plugin:
-    no client waits for its answer. Any thread may call it.
+    `serve` calls a function with a handler, as for a route. The plugin itself makes this
+    request: no client waits for the answer. Any thread may call `serve`.
     """
 
 
@@ -454,7 +454,7 @@ def response_headers(  # type: ignore[empty-body]
     """Return headers to add to the reply. HTTP thread.
 
     `is_early`: whether a stream begins while its request still waits. The hook is called again
-    once the reply begins; a stream that has begun gets that answer as comments.
+    when the reply begins; the stream then gets these headers as comments.
     """
 
 
