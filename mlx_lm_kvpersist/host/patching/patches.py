@@ -324,7 +324,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="run",
         target="mlx_lm.server:run",
-        why="Plugins are configured and tested before the server listens, and end with it.",
+        why="Plugins are configured and tested before the server listens, and end with the server.",
         expect=(Uses("main", "run"),),
         replace=plugin_run,
         verify=probes.run_starts_and_stops_plugins,
