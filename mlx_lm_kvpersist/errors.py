@@ -74,7 +74,7 @@ class SelfTestFailed(KVPersistError):
 
 
 class ModelNotSupported(KVPersistError):
-    """A model's cache is not supported; the model is served as the stock server does."""
+    """A model's cache is not supported; the model is served as in the stock server."""
 
 
 class RequestRefused(KVPersistError, ValueError):

@@ -79,7 +79,7 @@ class Reason(Enum):
     INSIDE_BLOCK = "inside-block", "the prompt ends inside a block that is stored quantized"
     OTHER_RANK = "other-rank", "another rank of the model has less of the prompt"
     STORE_FAILED = "store-failed", "the store could not be read; the log says why"
-    NOT_KEPT = "not-kept", "this request is served as the stock server does"
+    NOT_KEPT = "not-kept", "this request is served as in the stock server"
 
     def __init__(self, word: str, text: str) -> None:
         self.word = word
@@ -139,7 +139,7 @@ class Outcome:
         """Return a sentence for people about the request; `session` is the conversation's name."""
         why = self.why
         if self.kind is Kind.STOCK:
-            clauses = [f"served as the stock server does: {why}"]
+            clauses = [f"served as in the stock server: {why}"]
         elif self.n_reused == 0:
             clauses = [f"computed all {self.n_prompt:,} tokens" + (f": {why}" if why else "")]
         else:

@@ -67,13 +67,13 @@ DIVERGED = Reason.DIVERGED.text
             Outcome(Kind.STOCK, 9, reason=Reason.NOT_KEPT, detail="an image"),
             "cold",
             "outcome=STOCK; tier=cold; reused=0; restored=0; restore_ms=0.0; reason=not-kept",
-            "served as the stock server does: an image",
+            "served as in the stock server: an image",
         ),
         (
             Outcome(Kind.STOCK, 9, reason=Reason.NOT_KEPT),
             "cold",
             "outcome=STOCK; tier=cold; reused=0; restored=0; restore_ms=0.0; reason=not-kept",
-            f"served as the stock server does: {Reason.NOT_KEPT.text}",
+            f"served as in the stock server: {Reason.NOT_KEPT.text}",
         ),
     ],
 )

@@ -187,7 +187,7 @@ def assert_says_stock(server: ServerProcess, reply: Reply, why: str) -> None:
     assert record["detail"].startswith(why)
     log = server.log
     assert f"served as stock does, nothing is kept: {why}" in log
-    said = f"served as the stock server does: {why}"
+    said = f"served as in the stock server: {why}"
     assert any(record["id"] in line and said in line for line in log.splitlines())
 
 
