@@ -285,7 +285,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="attention",
         target="mlx_lm.models.base:quantized_scaled_dot_product_attention",
-        why="Caches have their own attention for packed keys; stock attention is wrong for some.",
+        why="Caches attend over packed keys themselves; stock attention is wrong for some keys.",
         expect=(
             Uses("scaled_dot_product_attention", "quantized_scaled_dot_product_attention"),
             Uses("scaled_dot_product_attention", "hasattr"),
