@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import sys
@@ -73,6 +74,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.full)
             long_modules.add(module)
     items.sort(key=lambda item: _module_of(item) not in long_modules)
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector pass over what stays: modules and the list of tests."""
+    gc.collect()
+    gc.freeze()
 
 
 def _module_of(item: pytest.Item) -> str:
