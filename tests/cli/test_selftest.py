@@ -23,8 +23,14 @@ from tests.support.host import Environment
 
 
 def test_all_checks_pass_and_leave_nothing_behind(
-    server: ModuleType, capsys: pytest.CaptureFixture[str]
+    server: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Also not in the user's own store."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     before, argv = _attributes(server), list(sys.argv)
     assert command(["selftest", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -35,6 +41,7 @@ def test_all_checks_pass_and_leave_nothing_behind(
     assert compared.startswith("k8rv4r, group auto: sequences that were batched")
     assert report["findings"][0]["found"].startswith(versions.installed("mlx-lm"))
     assert _attributes(server) == before and sys.argv == argv
+    assert list(tmp_path.rglob("*kvpersist*")) == []
 
 
 def _attributes(module: ModuleType) -> dict[str, Any]:
@@ -63,13 +70,6 @@ def test_the_round_trip_is_that_of_the_precision_asked_for(monkeypatch: pytest.M
 def test_a_wrong_server_option_fails_the_start(server: ModuleType) -> None:
     with pytest.raises(SelfTestFailed, match="unrecognized arguments: --no-such-option"):
         selftest.check_startup(["--no-such-option"])
-
-
-def test_the_users_own_store_is_left_alone(environment: Environment, tmp_path: Path) -> None:
-    home = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = environment.run("python", "-m", "patches_check", "--json", env=home)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert list(tmp_path.rglob("*kvpersist*")) == []
 
 
 def test_nothing_of_the_table_is_cut_in_a_narrow_terminal(

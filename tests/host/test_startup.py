@@ -126,7 +126,7 @@ def test_a_launcher_of_ones_own_installs_the_plugin(
 ) -> None:
     launcher = tmp_path / "serve.py"
     launcher.write_text(code, encoding="utf-8")
-    done = without_pth.run("python", launcher, "--help")
+    done = without_pth.run_forked("python", launcher, "--help")
     assert "--kvpersist-dir" in done.stdout, done.stderr
 
 
@@ -142,18 +142,18 @@ def test_the_command_line_of_a_launcher_goes_first(
 ) -> None:
     launcher = tmp_path / "serve.py"
     launcher.write_text(code, encoding="utf-8")
-    other = without_pth.run("python", launcher, "--plugin", "echo", "--help")
+    other = without_pth.run_forked("python", launcher, "--plugin", "echo", "--help")
     assert "--echo-file" in other.stdout and "--kvpersist-dir" not in other.stdout
 
 
 def test_a_launcher_of_ones_own_names_the_plugin(without_pth: Environment, tmp_path: Path) -> None:
     launcher, code = tmp_path / "serve.py", LAUNCHERS["install first"]
     launcher.write_text(code, encoding="utf-8")
-    unknown = without_pth.run("python", launcher, "--plugin", "nothing")
+    unknown = without_pth.run_forked("python", launcher, "--plugin", "nothing")
     assert unknown.returncode == 1 and unknown.stderr.count("\n") == 1
     assert "no plugin named 'nothing'" in unknown.stderr
     launcher.write_text(code.replace("install()", "install('echo')"), encoding="utf-8")
-    named = without_pth.run("python", launcher, "--help")
+    named = without_pth.run_forked("python", launcher, "--help")
     assert "--echo-file" in named.stdout and "--kvpersist-dir" not in named.stdout
 
 
@@ -163,16 +163,16 @@ def test_plugin_works_with_launchers_that_know_nothing_of_it(
     """With the .pth; without it stock refuses the option."""
     launcher = tmp_path / "serve.py"
     launcher.write_text("import mlx_lm.server\nmlx_lm.server.main()\n", encoding="utf-8")
-    done = environment.run("python", launcher, "--plugin", "echo", "--help")
+    done = environment.run_forked("python", launcher, "--plugin", "echo", "--help")
     assert "--echo-file" in done.stdout, done.stderr
-    assert "--plugin" not in environment.run("python", launcher, "--help").stdout
-    bare = environment.run("python", launcher, "--plugin")
+    assert "--plugin" not in environment.run_forked("python", launcher, "--help").stdout
+    bare = environment.run_forked("python", launcher, "--plugin")
     assert "--plugin: expected one argument" in bare.stderr
 
 
 def test_the_command_server_needs_no_pth(without_pth: Environment) -> None:
     without_pth.add_script("mlx-lm-kvpersist", "mlx_lm_kvpersist.cli.main")
-    done = without_pth.run("mlx-lm-kvpersist", "server", "--help")
+    done = without_pth.run_forked("mlx-lm-kvpersist", "server", "--help")
     assert "--kvpersist-dir" in done.stdout and "--prefill-step-size" in done.stdout, done.stderr
 
 
@@ -186,8 +186,9 @@ def test_a_pth_executed_twice_installs_once(environment: Environment) -> None:
 def test_without_the_pth_the_flag_is_refused_and_the_module_form_works(
     without_pth: Environment,
 ) -> None:
-    refused = without_pth.run("mlx_lm.server", "--plugin", "echo", "--help-me")
-    done = without_pth.run("python", "-m", "mlx_lm_kvpersist", "server", "--plugin=echo", "-h")
+    refused = without_pth.run_forked("mlx_lm.server", "--plugin", "echo", "--help-me")
+    form = ("python", "-m", "mlx_lm_kvpersist", "server")
+    done = without_pth.run_forked(*form, "--plugin=echo", "-h")
     assert refused.returncode == 2
     assert "unrecognized arguments: --plugin" in refused.stderr
     assert "--echo-file" in done.stdout
