@@ -2,8 +2,8 @@
 
 The HTTP thread of a request makes a `Lookup` before the request is queued. The lookup matches the
 prompt with the stored text, splices stored ids into the prompt, and finds why other tokens are not
-stored. The generation thread then restores the caches. The time of a restore grows with the blocks
-and with the tokens after the last stored block, not with the length of the prompt.
+stored. The generation thread then restores the caches. Except for MLX's copies, the work of a
+restore grows with the number of blocks, not of tokens.
 
 If the store raises an exception, the caller catches it, and the prompt is computed.
 The store verifies checksums, the lookup verifies shapes, and the canary verifies values.
@@ -56,9 +56,9 @@ _LOOK_S = 0.1
 
 @dataclass(frozen=True, eq=False)
 class StoredPrefix:
-    """A prompt whose first ids are stored. The first `n_tokens` ids will be restored.
+    """A prompt, and how many of its first ids will be restored (`n_tokens`).
 
-    The model reads `prompt`; `packed_ids` are its ids. If the prompt is not stored, or diverges
+    The model reads `prompt`, whose ids are `packed_ids`. If the prompt is not stored, or diverges
     from the stored text at `divergence`, `reason` and `detail` say why no more tokens are used.
     """
 
@@ -87,7 +87,7 @@ class Reuse:
 
 @dataclass(frozen=True)
 class _Joined:
-    """Caches of `n_tokens`; lower tiers had `n_read` of the tokens. The slowest tier: `tier`."""
+    """Caches of `n_tokens`, of which `n_read` were not in RAM. `tier`: the slowest tier in use."""
 
     n_tokens: int = 0
     caches: list[Any] | None = None
@@ -176,7 +176,7 @@ class Lookup:
     def _to_use(self, stored: StoredPrefix, match: Match, text: str | None) -> StoredPrefix:
         """Return the prefix with the number of tokens to restore, and why the number is not larger.
 
-        If `text` is None, the search for the reason skips other trees.
+        If `text` is None, trees of other roots are not searched for the reason.
         """
         ids = stored.prompt.ids
         n_most = len(ids) - 1  # the last token must be computed, to get logits
@@ -241,7 +241,7 @@ class Lookup:
     def hold(self) -> None:
         """Pin the needed blocks that are in RAM, until `let_go` or `close`."""
         point = None
-        with suppress(Exception):  # the restore reports the error to all ranks
+        with suppress(Exception):  # the restore meets the same error, and reports it
             point = None if self._pinned else self._point()
         if point is not None:
             keys = [need.record.key for need in point.needed]
@@ -281,7 +281,7 @@ class Lookup:
         """Release all prefetched blocks and restored caches. Any thread; may be called again."""
         self._closed = True
         self._reuse = None
-        self._steps = None  # the frame keeps this lookup and half-filled caches alive
+        self._steps = None  # the generator refers to this lookup and to half-filled caches
         self.let_go()
         if self._prefetch is not None:
             self._prefetch.release()
@@ -373,7 +373,7 @@ class Lookup:
     ) -> bool:
         """Return whether the canary accepts the restored blocks; if so, record their use.
 
-        If not, quarantine the records in `read`, and add the keys of all records to `lost`.
+        If not, quarantine the records in `read`, and add the keys of the point's records to `lost`.
         """
         store, model, caches = self._store, self.model, joined.caches or ()
         if self._canary and is_checked:
@@ -383,7 +383,7 @@ class Lookup:
                 for record in read:
                     store.lose(record, f"canary: recomputed KV differs by {difference:.0%}")
                 read.clear()
-                # Blocks in RAM are not damaged, but this prompt does not use them.
+                # Blocks that were in RAM stay, but this prompt no longer uses them.
                 lost.update(need.record.key for need in point.needed)
                 return False
         used = [block.key for block in self.stored.match.path if block.start < point.n_tokens]
@@ -488,7 +488,7 @@ def tokens_to_reuse(
 ) -> tuple[int, Reason | None]:
     """Return `n_tokens` if restoring them is not slower than computing them; otherwise 0 and why.
 
-    A match that diverges begins with these tokens. Below MIN_TOKENS no reason is given. O(blocks).
+    `match` diverges after these tokens. Fewer than MIN_TOKENS give 0 and no reason. O(blocks).
     """
     if n_tokens < MIN_TOKENS:
         return 0, None  # only a template's first words match

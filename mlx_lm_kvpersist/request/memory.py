@@ -30,7 +30,7 @@ LEAST_BYTES = 128 << 20
 MOST_RESERVE_BYTES = 4 << 30
 """An eighth of the device's memory is left to other programs, but at most this many bytes."""
 POOL_SHARE = 8
-"""The pool always has an eighth of the account: turns wait there until they are written."""
+"""An eighth of the account is reserved for the pool, where turns wait until they are written."""
 ROOM = 1024
 """The spare room, in tokens, that a sequence's buffers may have after the last token."""
 GROWTH = 512
@@ -38,7 +38,7 @@ GROWTH = 512
 MOST_PASSED = 8
 """At most this number of smaller requests may begin before an older request that waits."""
 NEEDED_ABOVE = 0.5
-"""Weights that need more than this share of the recommended bytes are wired (docs/mac.md)."""
+"""Weights above this share of the device's recommended memory are wired (docs/mac.md)."""
 _RECORD_BYTES = 4096
 """The bytes of a block in RAM without its arrays: record, ids, text, entries in indexes."""
 _INDEX_BYTES = 32 << 20
@@ -70,7 +70,7 @@ class Claim:
 
 
 class Memory:
-    """The memory account of a loaded model and the store: `total_bytes`, without the weights.
+    """The account of the `total_bytes` that a model and the store may use besides the weights.
 
     `refuses`: whether a request that would have to wait is refused instead.
     """
@@ -97,7 +97,7 @@ class Memory:
         self._replies: tuple[int, ...] = ()
         self._prompts: tuple[int, ...] = ()
         self._claims: list[Claim] = []
-        """The claims of requests that have begun since the last update."""
+        """The claims of requests that have begun, until `weigh` records their sequences."""
         self.waiting: list[Claim] = []
         """The waiting claims, the oldest first."""
         self._n_changes = 0
@@ -110,7 +110,7 @@ class Memory:
         mx.set_memory_limit(self._stock_limit_bytes)
 
     def _needed(self, more: Sequence[int] = (), room: int = ROOM) -> int:
-        """Return the bytes for all sequences and `more` prompts, each with `room` spare tokens."""
+        """Return the bytes of all sequences and prompts of `more` tokens, plus `room` each."""
         self._claims = [claim for claim in self._claims if not claim.is_over()]
         prompts = [*self._prompts, *(claim.n_tokens for claim in self._claims), *more]
         caches = self._takes.caches_bytes(self._replies, prompts, room)
@@ -248,8 +248,8 @@ class Memory:
         total, weights = show_bytes(self.total_bytes), show_bytes(self.weights_bytes)
         token, chunk = show_bytes(self._takes.token_bytes), show_bytes(self._takes.chunk_bytes)
         return (
-            f"{total} of memory in addition to the model's {weights}: {token} for each token of a "
-            f"conversation, {chunk} for a chunk of a prompt"
+            f"{total} of memory besides the weights, which take {weights}. Each token of a "
+            f"conversation takes {token}, a chunk of a prompt {chunk}"
         )
 
 
@@ -271,7 +271,7 @@ def total_bytes(option: int | None, n_weights: int) -> int:
     left = offered - n_weights - min(offered // 8, MOST_RESERVE_BYTES)
     if left < LEAST_BYTES:
         logger.warning(
-            "kvpersist: the weights are %s, the device offers %s; all else gets the minimum of %s",
+            "kvpersist: the weights take %s, the device offers %s; caches and store get only %s",
             *map(show_bytes, (n_weights, offered, LEAST_BYTES)),
         )
     return max(left, LEAST_BYTES)
@@ -280,9 +280,9 @@ def total_bytes(option: int | None, n_weights: int) -> int:
 def wired_bytes(n_weight_bytes: int, asked_bytes: int) -> tuple[int | None, str]:
     """Return how many bytes macOS may wire (None: stock's number), and the reason for the log.
 
-    asked_bytes: stock's number, the most that the device recommends.
+    asked_bytes: stock's number, the most memory that the device recommends to use.
     """
-    sizes = f"the weights are {show_bytes(n_weight_bytes)} of {show_bytes(asked_bytes)}"
+    sizes = f"weights take {show_bytes(n_weight_bytes)} of {show_bytes(asked_bytes)} recommended"
     if n_weight_bytes > NEEDED_ABOVE * asked_bytes:
         return None, f"as stock, up to {show_bytes(asked_bytes)}: {sizes}, more than half"
     return 0, f"off: {sizes}, half or less"

@@ -261,7 +261,7 @@ def _on_all_ranks(options: ModelOptions) -> Iterator[None]:
         raise error
     if error is not None:  # stock may still serve an unusual model
         raise ModelNotSupported(f"the model cannot be examined: {error!r}") from error
-    raise ModelNotSupported("another rank does not support the model; its log says why")
+    raise ModelNotSupported("another rank does not support the model; that rank's log says why")
 
 
 def _draft_of(provider: Any, path: str, spec: ModelCacheSpec, options: ModelOptions) -> LoadedModel:
@@ -285,7 +285,7 @@ def _draft_of(provider: Any, path: str, spec: ModelCacheSpec, options: ModelOpti
     if n_caches != n_layers:
         raise ModelNotSupported(
             f"a draft model is in use, and the model has {n_caches} caches for its {n_layers} "
-            "layers: mlx-lm would use the draft model's caches for the other layers"
+            "layers: mlx-lm would mix the caches of both models"
         )
     return draft
 
@@ -322,8 +322,8 @@ def described(spec: ModelCacheSpec) -> str:
     if any(group.precision for group in spec.full):
         own_bytes = sum(group.full_precision_bytes for group in spec.full)
         size += (
-            f" ({spec.bits_per_number:.1f} on average with scales), "
-            f"{spec.bytes_per_token / own_bytes:.0%} of unquantized"
+            f" ({spec.bits_per_number:.1f} bits on average with scales), "
+            f"{spec.bytes_per_token / own_bytes:.0%} of the unquantized size"
         )
     served = "replies in batches" if spec.batches else "one request at a time"
     return f"{size}; {served}, {attention}"

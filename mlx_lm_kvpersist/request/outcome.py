@@ -66,7 +66,7 @@ COLD = "cold"
 class Reason(Enum):
     """The reason why no more tokens were reused: a word for programs, a clause for people."""
 
-    NOTHING_ALIKE = "new", "nothing stored begins like this"
+    NOTHING_ALIKE = "new", "nothing stored begins like the prompt"
     DIVERGED = "diverged", "the prompt diverges from the stored text"
     OTHER_MODEL = "other-model", "stored for another model"
     OTHER_PRECISION = "other-precision", "stored in another KV precision"
@@ -77,7 +77,7 @@ class Reason(Enum):
     NOT_WORTH_IT = "not-worth-it", "restoring would take longer than computing"
     NO_CHECKPOINT = "no-checkpoint", "the model can resume only at an earlier checkpoint"
     INSIDE_BLOCK = "inside-block", "the prompt ends inside a block that is stored quantized"
-    OTHER_RANK = "other-rank", "another rank of the model has less of the prompt"
+    OTHER_RANK = "other-rank", "another rank has stored less of the prompt"
     STORE_FAILED = "store-failed", "the store could not be read; the log says why"
     NOT_KEPT = "not-kept", "this request is served as in the stock server"
 
@@ -90,8 +90,8 @@ class Reason(Enum):
 class Divergence:
     """Where a prompt diverges from the nearest stored branch.
 
-    `char` is the position in the rendered prompt. `message` is the message's index, `role` its
-    role, and `message_char` the position in its content; all three are None between messages.
+    `char` is the position in the rendered prompt. `message` is the index of the message at this
+    position, `role` its role, `message_char` the position in its content; None between messages.
     `stored` and `asked` are the next characters of the stored text and of the prompt.
     """
 
@@ -164,7 +164,7 @@ def divergence_at(
 ) -> Divergence | None:
     """Return the position and the message at which a prompt diverges from the stored text.
 
-    Returns None if either text ends there. The message is found by its content.
+    Messages are found by content. None if the prompt or the stored text ends at this position.
     """
     n_agreed = nearest.n_agreed
     prompt_next = text[n_agreed : n_agreed + SHOWN_CHARS]
@@ -237,7 +237,7 @@ def _begins_alike(root: Root, text: str, store: BlockStore) -> bool:
 class RequestLog:
     """The last requests as JSON objects. `with_text`: they may quote prompts. Any thread.
 
-    No field is added or removed, so a thread may read a record while another thread sets a field.
+    Records never gain or lose fields, so a thread may read a record while another sets a field.
     """
 
     def __init__(self, *, with_text: bool = True) -> None:
@@ -253,7 +253,7 @@ class RequestLog:
         return record
 
     def timed(self, request_id: str, first_token_s: float | None) -> dict[str, Any] | None:
-        """Record the seconds from queueing to the first token; return the record, or None."""
+        """Set a request's seconds from queueing to first token; return its record, None if gone."""
         for record in self._records.copy():
             if record["id"] == request_id:
                 record["first_token_s"] = first_token_s
@@ -364,7 +364,7 @@ class Metrics:
             prefilled.add_metric([], self._n_prefilled, created_s)
             times = [part.collect(created_s) for part in (self._first_token, self._inter_token)]
         yield from (requests, prefilled, *times)
-        used = Gauge("kvpersist_memory_bytes", "Memory in use.", labels=["part"])
+        used = Gauge("kvpersist_memory_bytes", "Bytes of memory, by part.", labels=["part"])
         for area, n_bytes in (memory := self._memory() or {}).items():
             if area not in ("waiting", "pressure"):
                 used.add_metric([area], n_bytes)
@@ -375,13 +375,13 @@ class Metrics:
         if stats is None:
             return
         for make, key, name, description in (
-            (Gauge, "blocks", "blocks", "Blocks of tokens."),
-            (Gauge, "checkpoints", "checkpoints", "Checkpoints of blocks."),
+            (Gauge, "blocks", "blocks", "Blocks in the tier."),
+            (Gauge, "checkpoints", "checkpoints", "Checkpoints in the tier."),
             (Gauge, "bytes", "bytes", "Bytes of blocks and checkpoints."),
-            (Gauge, "max_bytes", "max_bytes", "The budget."),
+            (Gauge, "max_bytes", "max_bytes", "The tier's budget in bytes."),
             (Count, "evicted", "evictions", "Blocks and checkpoints evicted."),
-            (Count, "reused_tokens", "reused_tokens", "Tokens that were reused."),
-            (Count, "asked_again_tokens", "asked_again_tokens", "Evicted, then needed again."),
+            (Count, "reused_tokens", "reused_tokens", "Prompt tokens reused from the tier."),
+            (Count, "asked_again_tokens", "asked_again_tokens", "Tokens needed after eviction."),
             (Count, "written_bytes", "written_bytes", "Bytes written to the tier."),
         ):
             family = make(f"kvpersist_{name}", description, labels=["tier"])
@@ -391,16 +391,16 @@ class Metrics:
             yield family
         queue = stats["queue"]
         for make, value, name, description in (
-            (Gauge, queue["tasks"], "queue_tasks", "Tasks of the writer that wait."),
+            (Gauge, queue["tasks"], "queue_tasks", "Waiting and running tasks of the writer."),
             (Gauge, queue["bytes"], "queue_bytes", "Bytes that wait to be written."),
-            (Gauge, queue["max_bytes"], "queue_max_bytes", "The limit of the waiting bytes."),
-            (Gauge, len(stats["failures"]), "failures", "Operations that fail now."),
-            (Count, stats["turns_saved"], "saved_turns", "Turns written."),
-            (Count, stats["turns_not_saved"], "dropped_turns", "Turns not written."),
+            (Gauge, queue["max_bytes"], "queue_max_bytes", "The limit of kvpersist_queue_bytes."),
+            (Gauge, len(stats["failures"]), "failures", "Kinds of operations that fail now."),
+            (Count, stats["turns_saved"], "saved_turns", "Turns written to the disk."),
+            (Count, stats["turns_not_saved"], "dropped_turns", "Turns that could not be written."),
             (Count, stats["blocks_quarantined"], "quarantined", "Records moved to quarantine."),
         ):
             yield make(f"kvpersist_{name}", description, value=value)
-        failed = Count("kvpersist_failed", "Failures so far.", labels=["kind"])
+        failed = Count("kvpersist_failed", "Failures since the start.", labels=["kind"])
         # Prometheus sees no increase if a counter first appears with its first failure. So
         # this counter exists from the start.
         for kind, n_failed in {"save a turn: disk": 0, **stats["failed"]}.items():

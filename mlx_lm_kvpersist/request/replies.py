@@ -82,7 +82,7 @@ class _Reply:
         return None
 
     def was_sent_as(self, message: Message, *, is_whole: bool) -> bool:
-        """Whether a client's message is the reply or, unless `is_whole`, its beginning."""
+        """Whether a client's message is the reply or, unless `is_whole`, the reply's beginning."""
         thoughts = (message.get(name) for name in ("reasoning", "reasoning_content", "thinking"))
         if any(thought and thought != self.reasoning for thought in thoughts):
             return False
@@ -146,7 +146,7 @@ def known_replies(store: BlockStore, root: Root, messages: Sequence[Message]) ->
 
 
 def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel) -> Prompt:
-    """Return a prompt in which replies have the model's own ids, if the rule above allows it."""
+    """Return a prompt in which replies have the model's own ids, if the module's rule allows."""
     tokens = model.text
     among = list(_replies_among(prompt.messages))
     if tokens is None or not among:
@@ -210,7 +210,7 @@ def with_ids(prompt: Prompt, ids: Sequence[int]) -> Prompt:
 def _n_rendered(
     rendered: Sequence[int], message: Message, reply: _Reply, model: LoadedModel
 ) -> int:
-    """Return how many of a reply's first ids can replace `rendered`; 0 if the text differs."""
+    """Return how many of a reply's first ids can replace `rendered`; 0 if the forms differ."""
     tokens, n_ids = model.text, len(reply.ids)
     assert tokens is not None
     text = tokens.decode(rendered)
@@ -282,8 +282,8 @@ def _streamed(reply: _Reply, tokenizer: Any) -> _Reply:
 def _replies_among(messages: Sequence[Message]) -> Iterator[tuple[Message, bytes, bytes]]:
     """Yield each assistant message with two keys.
 
-    The first key hashes all messages up to this message; the second only the messages before it.
-    The keys depend neither on the form of content nor on the reasoning.
+    The first key hashes all messages up to and including this message; the second only those
+    before it. Reasoning, and whether content is a string or a list, do not change the keys.
     """
     digest = blake2b(digest_size=_DIGEST_BYTES, person=b"kvpersist-talk-3")
     for message in messages:

@@ -4,7 +4,7 @@ A save does little work: hash the ids, copy the new tokens' KV, evaluate. Genera
 
 A model with windows or recurrent layers can resume only at a checkpoint, which has the states and
 the last tokens of the windows. Checkpoints are at the ends of the system prompt, of the user's
-messages and of the replies. A long prompt has temporary checkpoints until it is computed. A
+messages and of the replies. A long prompt also has temporary ones until its reply ends. A
 checkpoint that takes only a few seconds to compute again is postponed: the next checkpoint may
 replace it before it is written.
 """
@@ -157,8 +157,8 @@ class Saver:
     ) -> RestorePoint | None:
         """Return the records to restore for a chain's first `n_tokens`, without keys in `lost`.
 
-        If the last used tokens are in a quantized block, an unfinished block that has them in full
-        precision is used instead. Without such a block, the tokens are computed again. O(blocks).
+        If position `n_tokens` is inside a quantized block, an unfinished block that begins like it
+        is used instead. Without such a block, the last tokens are computed again. O(blocks).
         """
         needed, end = [], 0
         for block in path:
@@ -192,8 +192,8 @@ class Saver:
     ) -> None:
         """Save the blocks of a sequence, whose caches hold `tokens`. Generation thread.
 
-        At the end of a reply all new blocks are written, and the session gets its leaf. Earlier,
-        full blocks are written, and an unfinished block of a whole prompt stays in RAM.
+        At the end of a reply all new blocks are written, and the session gets its leaf. Before
+        that, full blocks are written; the unfinished block at a prompt's end stays in RAM.
         """
         before = sequence.chain
         if before and not _is_full(before[-1]):
@@ -226,8 +226,8 @@ class Saver:
     ) -> list[tuple[bytes, bytes]]:
         """Return the partial blocks that longer blocks replace, each with the longer block's key.
 
-        A partial block that is only in RAM is not replaced by a quantized block: the same prompt
-        continues from it.
+        A partial block that is only in RAM is not replaced by a quantized block: a later equal
+        prompt continues from the partial block.
         """
         replaced = []
         for block in dropwhile(lambda block: block.stop <= n_reused, chain):
@@ -248,7 +248,7 @@ class Saver:
         new, text = list[Block](), self.text
         parent, pending = chain[-1].key if chain else sequence.root.key, b""
         if chain and text is not None:
-            # `pending` is not read from the index, because no check would find damage there.
+            # The `pending` in the index is not used, because no check would find damage in it.
             _, pending = text.feed(chain[-1].ids, chain[-2].pending if chain[1:] else b"")
         for start in range(chain[-1].stop if chain else 0, len(ids), BLOCK_TOKENS):
             block_ids = ids[start : start + BLOCK_TOKENS]
@@ -278,7 +278,7 @@ def window_kind(window: int) -> str:
 
 @dataclass(frozen=True)
 class CheckpointSaver(Saver):
-    """Also saves checkpoints, and finds the last that is usable. `pace`: the speed of computing."""
+    """Also saves checkpoints, and finds the last usable checkpoint. `pace`: the computing speed."""
 
     pace: Pace = field(default_factory=Pace)
 
@@ -320,7 +320,7 @@ class CheckpointSaver(Saver):
         ended, before = cache_type == REPLY, sequence.chain
         if cache_type == PREFILL and len(tokens) % CHECKPOINT_EVERY:
             return
-        # This checkpoint is needed even if a temporary checkpoint is just before it.
+        # A temporary checkpoint just before this checkpoint does not replace it.
         is_last = before and (cache_type == PREFILL or not _is_temporary(before[-1]))
         if is_last and not ended and len(tokens) - before[-1].stop < MIN_TOKENS_BETWEEN:
             return
@@ -375,7 +375,7 @@ class CheckpointSaver(Saver):
     ) -> list[tuple[Checkpoint, Arrays]]:
         """Return the missing windows and state at the end of the chain.
 
-        With `at_once`, a window longer than needed counts only if it is also in a lower tier.
+        With `at_once`, a longer window than needed counts as stored only if a lower tier has it.
         """
         n_tokens = chain[-1].stop
         new: list[tuple[Checkpoint, Arrays]] = []
@@ -412,11 +412,11 @@ class CheckpointSaver(Saver):
         """Return the `stored` windows and states that can be deleted.
 
         These checkpoints stay, with all records that they need: the newest checkpoints, the newest
-        in lower tiers, and the first, which other conversations share. Up to each position where
-        another session ends or conversations diverge, the last checkpoint and the last in lower
-        tiers stay. So a kill or an eviction costs another conversation at most
-        `config.MAX_LOSS_S`. Temporary checkpoints stay only at these positions, or at the end. If
-        an earlier reply branches off where this sequence continued, its checkpoint is deleted.
+        in lower tiers, and the first, which other conversations share. At or before each position
+        where another session ends or conversations diverge, the last checkpoint stays, and the
+        last in lower tiers. So a kill or an eviction costs another conversation at most
+        `config.MAX_LOSS_S`. Temporary checkpoints stay only at these positions, or at the end. The
+        checkpoint of an earlier reply that branches off where this sequence continued is deleted.
         """
         chain = sequence.chain
         ends, forks = store.ends(chain, sequence.session), store.forks(chain)
@@ -494,13 +494,13 @@ def _stored_window(stored: Stored, block: Block, window: int, n_tokens: int) -> 
 def _replies_left(
     chain: Sequence[Block], sequence: RunningSequence, store: BlockStore
 ) -> list[Checkpoint]:
-    """Return the checkpoints of replies that have no next turn, where this chain branches off.
+    """Return checkpoints of replies without a next turn that branch off where this chain continued.
 
     Such a reply has one checkpoint, at its end. A branch of another conversation
     has a second checkpoint, or is the end of a session.
     """
     n_reused = sequence.n_reused
-    # `n_reused` may be some tokens after the end of the last block of both chains.
+    # `n_reused` may be some tokens after the end of the last block that both chains share.
     fork = bisect_right([block.stop for block in chain], n_reused) - 1
     if fork < 0 or fork + 1 >= len(chain):
         return []

@@ -45,7 +45,7 @@ INTERRUPTED_S = 2.0
 MIN_SHARED = 2 * BLOCK_TOKENS
 """If two prompts share fewer tokens, both requests compute them: waiting takes as long."""
 SHORT_REPLY = 16
-"""A shorter reply gets no drafts from stored ids: reading the ids would take longer."""
+"""A shorter reply does not read stored ids for drafts: reading takes longer than drafts save."""
 _MORE_BYTES = 1 << 20
 """A shared object may have this number of bytes in addition to two blocks."""
 
@@ -82,7 +82,7 @@ class RequestState:
     session: str | None = None
     namespace: str = ""
     note: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """The `client`'s name, and the first `words` of its user, to show to people."""
+    """For people: the client's name (`client`), and the first words of its user (`words`)."""
     is_kept: bool = True
     """Whether its tokens may be stored, on disk or in RAM."""
     id: str = field(default_factory=lambda: f"kvp-{token_hex(8)}")
@@ -193,8 +193,8 @@ class Serving:
 
     `record` logs and stores the outcome of a request. `isolated`: whether sessions share nothing.
     `step_s`: how long a waiting request may work between two steps of the replies. `computing`: the
-    requests that began to compute their prompts; some may be past it. `known`: weak references to
-    all requests that were looked up.
+    requests that began to compute their prompts, also if some have ended since. `known`: weak
+    references to all requests that were looked up.
     """
 
     store: BlockStore
@@ -277,7 +277,7 @@ class Serving:
         return wanted
 
     def _plan(self, prompt: Prompt, root: Root, n_here: int, conversation: Conversation) -> Plan:
-        """Return the records to fetch, if a conversation matches more tokens than `n_here`."""
+        """Return the records to fetch, if they restore more than the `n_here` stored tokens."""
         from ..store.shared import Plan
 
         source, packed, model = _Source(conversation), pack_ids(prompt.ids), self.model
@@ -293,7 +293,7 @@ class Serving:
             return Plan()
         if model.spec.any_prefix:
             path = [block for block in path if block.start < point.n_tokens]
-        # Otherwise also fetch blocks after the checkpoint, because they have the reply's ids.
+        # Models with checkpoints also fetch the blocks after the checkpoint, for the reply's ids.
         forms = [(block, model.spec.block_arrays(block.n_tokens)) for block in path]
         needed: list[tuple[Record, int]] = [(block, forms_bytes(form)) for block, form in forms]
         needed += [(need.record, need.n_bytes) for need in point.needed if need.record not in path]
@@ -360,7 +360,7 @@ class Serving:
     def _is_at_risk(
         self, sequence: RunningSequence, unwritten: Collection[bytes], are_ids_lost: bool
     ) -> bool:
-        """Whether a kill would lose more of a turn than allowed.
+        """Whether a kill would lose more of a turn than `finish` allows.
 
         are_ids_lost: whether the kill would also lose the reply's ids, so that only its text could
         be matched.
@@ -377,7 +377,7 @@ class Serving:
     def remember(self, state: RequestState) -> None:
         """Remember a reply's ids once it is complete, or when its client has left. Any thread."""
         produced, sent, root = state.produced, state.sent, state.root
-        # Another model may have been loaded in between.
+        # Another model may have been loaded since the lookup.
         if not produced or root is None or root.fingerprint != self.model.fingerprint:
             return
         if sent is not None:
@@ -454,7 +454,7 @@ class ServedRequest(TakenRequest):
             if lookup is not None and serving.model.ranks.are_several:
                 fed = lookup.stored.prompt  # all ranks use the prompt that rank 0 has looked up
             reuse = Reuse(fed, Outcome(Kind.MISS, len(fed.ids), reason=Reason.STORE_FAILED))
-            state.digest = None  # `fed` may have another text
+            state.digest = None  # it may not be the digest of `fed`
         if state.fetched and reuse.outcome.kind is not Kind.EXACT:
             detail = "; ".join(filter(None, (reuse.outcome.why, state.fetched)))
             reuse.outcome = replace(reuse.outcome, detail=detail)
@@ -537,7 +537,7 @@ class ServedRequest(TakenRequest):
             state.is_saved.set()
 
     def draft_ids(self, run: Sequence[int], n: int) -> Sequence[int]:
-        """Return ids that followed a run in stored text. Short replies do not read the store."""
+        """Return up to `n` ids that followed the ids `run` in stored text, or none."""
         root, runs = self._root, self._serving.store.runs
         self._n_drafted += 1
         if self._n_drafted >= SHORT_REPLY and not self._has_asked_runs:
@@ -559,8 +559,8 @@ def awaits_another(
 ) -> bool:
     """Whether a prompt should wait for blocks that another request is computing.
 
-    n_shared: how many of the prompt's tokens each other request will store. O(others), and the
-        ids of those that are not in it.
+    n_shared: how many of the prompt's tokens each other request will store. O(others), and
+        O(ids) for each request that `n_shared` does not contain yet.
     """
     for other in others:
         sequence = other.sequence

@@ -16,8 +16,8 @@ GIB = 1 << 30
 @pytest.mark.parametrize(
     ("weights", "expected", "says"),
     [
-        (8 * GIB, 0, "off: the weights are 8.0 GiB of 16.0 GiB, half or less"),
-        (9 * GIB, None, "as stock, up to 16.0 GiB: the weights are 9.0 GiB of 16.0 GiB, more"),
+        (8 * GIB, 0, "off: weights take 8.0 GiB of 16.0 GiB recommended, half or less"),
+        (9 * GIB, None, "weights take 9.0 GiB of 16.0 GiB recommended, more than half"),
     ],
 )
 def test_the_limit_and_its_reason(weights: int, expected: int | None, says: str) -> None:

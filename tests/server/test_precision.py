@@ -28,7 +28,7 @@ def test_a_conversation_is_found_in_the_precision_it_was_stored_in(
     """A restart changes no reply."""
     server = start_server.with_plugin(tiny_model)
     first = server.chat(MESSAGES, session="s")
-    assert re.search(r"keys 8 bits, values 4, rotated .* \d\d% of unquantized", server.log)
+    assert re.search(r"keys 8 bits, values 4, rotated .* \d\d% of the unquantized size", server.log)
     messages = [*MESSAGES, {"role": "assistant", "content": first.text}]
     messages.append({"role": "user", "content": "And then?"})
     uninterrupted = server.chat(messages, session="s")

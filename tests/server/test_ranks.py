@@ -261,7 +261,7 @@ def test_folders_of_unequal_age(divided: dict[str, Path], tmp_path: Path) -> Non
         talk.turn(server)
     assert talk.replies == expected
     assert 0 < talk.cached[-1] <= had
-    assert "another rank of the model has less of the prompt" in server.log
+    assert "another rank has stored less of the prompt" in server.log
 
 
 def test_a_full_disk_of_one_rank(divided: dict[str, Path], tmp_path: Path) -> None:

@@ -187,10 +187,10 @@ def test_a_start_says_where_and_how(start_server: StartServer, tiny_model: Path)
     (line,) = (line for line in server.log.splitlines() if "a token, keys" in line)
     assert str(tiny_model) in line
     assert re.search(
-        r": \d[\d.]* \w+ a token, keys 8 bits, values 4, rotated \(\d\.\d on average with scales\)",
+        r": \d[\d.]* \w+ a token, keys 8 bits, values 4, rotated \(\d\.\d bits on average with",
         line,
     )
-    assert "of unquantized; replies in batches, " in line
+    assert "of the unquantized size; replies in batches, " in line
     assert "attention: prefill " in line
     (line,) = (line for line in server.log.splitlines() if "conversations in" in line)
     assert f"{start_server.store} (" in line and "and up to " in line and " of RAM" in line

@@ -57,7 +57,8 @@ def test_where_a_prompt_parts(server: ServerProcess, capsys: pytest.CaptureFixtu
     other = server.chat([system, edited], "s")
     newest, oldest = records(server)[:2]
     assert oldest["id"] == reply.headers["x-kvpersist-request"]
-    assert (oldest["outcome"], oldest["reason"]) == ("MISS", "nothing stored begins like this")
+    why = "nothing stored begins like the prompt"
+    assert (oldest["outcome"], oldest["reason"]) == ("MISS", why)
     assert newest["id"] == other.headers["x-kvpersist-request"]
     assert (newest["outcome"], newest["session"]) == ("DIVERGE", "s")
     assert newest["reused_tokens"] == other.cached_tokens
