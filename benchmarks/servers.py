@@ -108,9 +108,9 @@ class BenchmarkServer(RankedServer):
         self.start()
         return self
 
-    def _of_rank(self, rank: int) -> dict[str, str]:
+    def env_of_rank(self, rank: int) -> dict[str, str]:
         gpu = {"CUDA_VISIBLE_DEVICES": self.gpus[rank]} if self.gpus else {}
-        return {**super()._of_rank(rank), **gpu}
+        return {**super().env_of_rank(rank), **gpu}
 
     def terminate(self, timeout_s: float = 60.0) -> int:
         status = super().terminate(timeout_s)

@@ -195,8 +195,11 @@ def test_every_step_of_a_preset_has_a_benchmark() -> None:
     for preset in run_all.PRESETS.values():
         assert {step.name for step in preset.steps} <= run_all.STEPS.keys()
     parts = [preset for name, preset in run_all.PRESETS.items() if name.startswith("gpu-")]
-    steps = [name for part in parts for name in {step.name for step in part.steps}]
-    assert sorted(steps) == sorted(run_all.STEPS), "the four parts are disjoint and complete"
+    on_one_gpu = [
+        {step.name for step in part.steps if "n_ranks" not in step.arguments} for part in parts
+    ]
+    steps = [name for names in on_one_gpu for name in names]
+    assert sorted(steps) == sorted(run_all.STEPS), "the parts are disjoint and complete"
 
 
 def test_a_preset_runs_its_steps_with_their_models(
@@ -222,10 +225,20 @@ def test_ours_has_the_options_that_users_get() -> None:
 def test_servers_are_spread_over_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sides = [SIDES[name] for name in (OURS, OURS_16, STOCK)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    servers = Fleet(tmp_path, sides).servers.values()
-    assert [server.env["CUDA_VISIBLE_DEVICES"] for server in servers] == ["2", "3", "2"]
+    assert _gpus(Fleet(tmp_path, sides)) == [["2"], ["3"], ["2"]]
+    assert _gpus(Fleet(tmp_path, sides, n_ranks=2)) == [["2", "3"]] * 3
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    assert _gpus(Fleet(tmp_path, sides, n_ranks=2)) == [["0", "1"], ["2", "3"], ["0", "1"]]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
-    assert all("CUDA_VISIBLE_DEVICES" not in s.env for s in Fleet(tmp_path, sides).servers.values())
+    assert _gpus(Fleet(tmp_path, sides)) == [[None]] * 3
+
+
+def _gpus(fleet: Fleet) -> list[list[str | None]]:
+    """Return the GPU of each rank, as each server's processes get it."""
+    return [
+        [server.env_of_rank(rank).get("CUDA_VISIBLE_DEVICES") for rank in range(server.n_ranks)]
+        for server in fleet.servers.values()
+    ]
 
 
 def test_dropping_the_page_cache(tmp_path: Path) -> None:

@@ -50,10 +50,10 @@ class RankedServer(ServerProcess):
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=subprocess.STDOUT,
-                        env={**os.environ, **own, **self._of_rank(rank)},
+                        env={**os.environ, **own, **self.env_of_rank(rank)},
                     )
                 )
-        self.env = {**own, **self._of_rank(0)}
+        self.env = {**own, **self.env_of_rank(0)}
         try:
             super()._start_once()
         except BaseException:
@@ -62,7 +62,7 @@ class RankedServer(ServerProcess):
         finally:
             self.env = own
 
-    def _of_rank(self, rank: int) -> dict[str, str]:
+    def env_of_rank(self, rank: int) -> dict[str, str]:
         """Return the environment variables of one rank; none if the model has only one."""
         if self.n_ranks == 1:
             return {}
