@@ -267,6 +267,8 @@ class ServerProcess:
                 error, problem = PortTaken, f"port {self.port} belongs to another process"
             elif status is not None:
                 problem = f"exit status {status}"
+                if "Address already in use" in log_text or "Couldn't bind socket" in log_text:
+                    error = PortTaken
             elif time.monotonic() > deadline or ("Traceback" in log_text and self._health() == 503):
                 # A model that does not load ends the generation thread and leaves the process.
                 problem = "no healthy answer"
