@@ -112,12 +112,11 @@ class BenchmarkServer(RankedServer):
         gpu = {"CUDA_VISIBLE_DEVICES": self.gpus[rank]} if self.gpus else {}
         return {**super().env_of_rank(rank), **gpu}
 
-    def terminate(self, timeout_s: float = 60.0) -> int:
-        status = super().terminate(timeout_s)
-        # With the plugin they write what they store, and end; those of the stock server stay.
+    def finish(self) -> None:
+        """End the server. With the plugin, all other ranks write what they store, and end."""
+        self.terminate(timeout_s=60.0)
         if self.side.bits is not None:
-            self.wait_for_others(timeout_s)
-        return status
+            self.wait_for_others(60.0)
 
     def ask(
         self, messages: Sequence[Message], max_tokens: int, expected: Expected, **params: Any
@@ -183,7 +182,8 @@ class BenchmarkServer(RankedServer):
 class Fleet:
     """The running servers of all sides, for a `with` block. One server at a time gets requests.
 
-    If CUDA_VISIBLE_DEVICES names several GPUs, the servers are spread over them.
+    If CUDA_VISIBLE_DEVICES names several GPUs, the servers are spread over them. Raises SystemExit
+    if the GPUs cannot be divided among servers of `n_ranks` GPUs each.
     """
 
     def __init__(self, model: Path, sides: Sequence[Side], n_ranks: int = 1) -> None:
@@ -191,6 +191,8 @@ class Fleet:
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         # An MLX process keeps the GPU memory that it has used, so two servers on one GPU may not
         # have enough.
+        if n_ranks > 1 and device()["kind"] == "gpu" and len(gpus) % n_ranks:
+            raise SystemExit(f"CUDA_VISIBLE_DEVICES must name a multiple of {n_ranks} GPUs")
         groups = [gpus[n : n + n_ranks] for n in range(0, len(gpus), n_ranks)]
         self.servers = {
             side.name: BenchmarkServer(model, side, self._folder, n_ranks=n_ranks, gpus=group)
@@ -239,7 +241,7 @@ class Fleet:
         """
         for server in self.servers.values():
             server.settle()
-        self._each(lambda server: server.terminate(timeout_s=60.0))
+        self._each(lambda server: server.finish())
         stores = [server.store for server in self.servers.values() if server.store.exists()]
         files = [path for store in stores for path in store.rglob("*") if path.is_file()]
         share = drop_cached_pages(files)
@@ -247,8 +249,10 @@ class Fleet:
         return share
 
     def close(self) -> None:
-        self._each(lambda server: server.stop())
-        shutil.rmtree(self._folder, ignore_errors=True)
+        try:
+            self._each(lambda server: server.stop())
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _each(self, action: Callable[[BenchmarkServer], object]) -> None:
         with ThreadPoolExecutor(max(1, len(self.servers))) as pool:

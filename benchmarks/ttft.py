@@ -52,8 +52,8 @@ def measure(run: Run, contexts: Mapping[int, int], n_ranks: int = 1) -> None:
             f"of a block of 256. The next turn adds {N_NEW} tokens and the reply. After a restart "
             f"the store is read from disk; the page cache {left}. The rows after a restart are "
             "compared with stock's new prompt. Each server that starts answers one short prompt "
-            "first, which compiles its kernels. "
-            + (f"Ranks: {n_ranks} processes that MLX's ring connects." if n_ranks > 1 else ""),
+            "first, which compiles its kernels."
+            + (f" Ranks: {n_ranks} processes that MLX's ring connects." if n_ranks > 1 else ""),
         )
         for (context, _, side), talk in talks.items():
             reply = fleet[side].ask(talk, 1, from_disk(context - N_SHORTER - _SLACK))

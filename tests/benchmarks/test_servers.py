@@ -231,6 +231,9 @@ def test_servers_are_spread_over_the_gpus(tmp_path: Path, monkeypatch: pytest.Mo
     assert _gpus(Fleet(tmp_path, sides, n_ranks=2)) == [["0", "1"], ["2", "3"], ["0", "1"]]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
     assert _gpus(Fleet(tmp_path, sides)) == [[None]] * 3
+    monkeypatch.setattr("benchmarks.servers.device", lambda: {"kind": "gpu"})
+    with pytest.raises(SystemExit, match="a multiple of 2 GPUs"):
+        Fleet(tmp_path, sides, n_ranks=2)
 
 
 def _gpus(fleet: Fleet) -> list[list[str | None]]:

@@ -6,9 +6,7 @@ import json
 import os
 import signal
 import subprocess
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 from .server_process import HOST, ServerProcess, free_port
@@ -30,7 +28,7 @@ class RankedServer(ServerProcess):
         super().__init__(*args, **kwargs)
         self.n_ranks, self.others_extra = n_ranks, others_extra
         self.others: list[subprocess.Popen[bytes]] = []
-        self._hosts = Path(tempfile.mkdtemp(prefix="ranks-")) / "hosts.json"
+        self._hosts = self.log_path.with_name(f"{self.log_path.name}.hosts")
 
     def __enter__(self) -> RankedServer:
         super().__enter__()
@@ -74,6 +72,7 @@ class RankedServer(ServerProcess):
             super().stop()
         finally:
             self.end_others()
+            self._hosts.unlink(missing_ok=True)
 
     def kill_all(self) -> None:
         """Send SIGKILL to every rank."""
