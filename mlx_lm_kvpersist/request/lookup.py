@@ -207,7 +207,7 @@ class Lookup:
         Records with a key in `lost`, and all tokens after the first `most`, count as missing.
         """
         stored, n_tokens = self.stored, self.stored.n_tokens if most is None else most
-        # A change of the store changes the result only for models with checkpoints.
+        # Without checkpoints, a change of the store rarely changes the result.
         n_changes = 0 if self.model.spec.any_prefix else self._store.n_changes
         asked = stored, n_tokens, frozenset(lost), n_changes
         if self._planned is not None and self._planned[0] == asked:
@@ -344,7 +344,7 @@ class Lookup:
                 logger.exception("kvpersist: this rank could not restore a prompt")
                 joined = _Joined()
             if joined is None:
-                read.clear()  # the next attempt reads everything again
+                read.clear()  # the next attempt fills it again
                 continue
             # Each rank reports its number of tokens, and all ranks restore the smallest number. The
             # lowest bit of a report says whether the rank needs the canary.

@@ -148,8 +148,8 @@ class Memory:
         self._store.resize(idle_bytes)
         if (n_more := len(pool) - self._most_blocks) > 0:
             pool.release(pool.n_bytes * n_more // len(pool) + 1)
-        # Above its limit, MLX frees its buffers and waits for the device before each step. The
-        # limit is raised for a request that runs alone and needs more than the account.
+        # Above its limit, MLX frees cached buffers and waits for the device between operations.
+        # The limit is raised for a request that runs alone and needs more than the account.
         mx.set_memory_limit(self.weights_bytes + max(self._whole_bytes, needed + idle_bytes))
 
     # Requests that have not begun.

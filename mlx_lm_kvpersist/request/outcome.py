@@ -54,7 +54,7 @@ class Kind(Enum):
     MISS = "MISS"
     """Nothing of the prompt was reused."""
     STOCK = "STOCK"
-    """The plugin does not store the prompt: the stock server uses its own prompt cache."""
+    """The plugin does not store the prompt; the stock server may, in its own cache."""
 
 
 PENDING = "outcome=PENDING"

@@ -51,10 +51,10 @@ N_SAFE = 2
 """The number of newest written checkpoints to keep: a kill loses postponed checkpoints."""
 
 MAX_BRANCHES = 4
-"""Checkpoints also stay at this number of older positions where conversations diverge."""
+"""Also kept: the last checkpoint up to each of this number of further forks."""
 
 MIN_TOKENS_BETWEEN = 16
-"""The checkpoints of a prompt are at least this number of tokens apart."""
+"""A prompt has no checkpoint this near after another, except after a temporary checkpoint."""
 
 _MAX_REPLY_BLOCKS = 64
 

@@ -193,8 +193,8 @@ class Serving:
 
     `record` logs and stores the outcome of a request. `isolated`: whether sessions share nothing.
     `step_s`: how long a waiting request may work between two steps of the replies. `computing`: the
-    requests that began to compute their prompts, also if some have ended since. `known`: weak
-    references to all requests that were looked up.
+    requests in prefill; others are dropped when the next request enters. `known`: weak references
+    to all requests that were looked up.
     """
 
     store: BlockStore
