@@ -94,7 +94,8 @@ def test_what_a_client_that_left_had_computed_is_reused(
     leaving.leave()
     reply = server.chat(asked, max_tokens=4, temperature=0.0, **params)
     assert reply.cached_tokens >= 0.9 * n_done, (reply.cached_tokens, n_done)
-    assert reply.cached_tokens < 0.9 * reply.prompt_tokens  # it was not computed to its end
+    # The prompt was not computed to its end, where its last full block would be reused.
+    assert reply.cached_tokens < reply.prompt_tokens // 256 * 256
     wait_for_reply(server)
 
 
