@@ -187,12 +187,12 @@ class Fleet:
     """
 
     def __init__(self, model: Path, sides: Sequence[Side], n_ranks: int = 1) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="kvpersist-bench-"))
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        # An MLX process keeps the GPU memory that it has used, so two servers on one GPU may not
-        # have enough.
         if n_ranks > 1 and device()["kind"] == "gpu" and len(gpus) % n_ranks:
             raise SystemExit(f"CUDA_VISIBLE_DEVICES must name a multiple of {n_ranks} GPUs")
+        self._folder = Path(tempfile.mkdtemp(prefix="kvpersist-bench-"))
+        # An MLX process keeps the GPU memory that it has used, so two servers on one GPU may not
+        # have enough.
         groups = [gpus[n : n + n_ranks] for n in range(0, len(gpus), n_ranks)]
         self.servers = {
             side.name: BenchmarkServer(model, side, self._folder, n_ranks=n_ranks, gpus=group)

@@ -207,7 +207,7 @@ class Lookup:
         Records with a key in `lost`, and all tokens after the first `most`, count as missing.
         """
         stored, n_tokens = self.stored, self.stored.n_tokens if most is None else most
-        # Without checkpoints, a change of the store rarely changes the result.
+        # A change of the store rarely changes the result, unless there are checkpoints.
         n_changes = 0 if self.model.spec.any_prefix else self._store.n_changes
         asked = stored, n_tokens, frozenset(lost), n_changes
         if self._planned is not None and self._planned[0] == asked:

@@ -158,7 +158,7 @@ class Saver:
         """Return the records to restore for a chain's first `n_tokens`, without keys in `lost`.
 
         If position `n_tokens` is inside a quantized block, an unfinished block that begins like it
-        is used instead. Without such a block, the last tokens are computed again. O(blocks).
+        is used instead. If no such block exists, the last tokens are computed again. O(blocks).
         """
         needed, end = [], 0
         for block in path:
@@ -349,8 +349,8 @@ class CheckpointSaver(Saver):
         """Return the seconds to compute a chain's end from the last checkpoint that survives a
         kill.
 
-        The result is infinite for the first checkpoint, which other conversations share, and if the
-        speed is unknown. Temporary checkpoints count only while their prompt is computed.
+        The result is infinite if the speed is unknown, and for the first checkpoint that is not
+        temporary: other conversations share it. Temporary checkpoints count only for each other.
         """
         is_chunk = cache_type == PREFILL
         before = [

@@ -193,8 +193,8 @@ class Serving:
 
     `record` logs and stores the outcome of a request. `isolated`: whether sessions share nothing.
     `step_s`: how long a waiting request may work between two steps of the replies. `computing`: the
-    requests in prefill; others are dropped when the next request enters. `known`: weak references
-    to all requests that were looked up.
+    requests in prefill, and those that left prefill since the last request entered. `known`: weak
+    references to all requests that were looked up.
     """
 
     store: BlockStore
@@ -454,7 +454,7 @@ class ServedRequest(TakenRequest):
             if lookup is not None and serving.model.ranks.are_several:
                 fed = lookup.stored.prompt  # all ranks use the prompt that rank 0 has looked up
             reuse = Reuse(fed, Outcome(Kind.MISS, len(fed.ids), reason=Reason.STORE_FAILED))
-            state.digest = None  # it may not be the digest of `fed`
+            state.digest = None  # `fed` can have another text
         if state.fetched and reuse.outcome.kind is not Kind.EXACT:
             detail = "; ".join(filter(None, (reuse.outcome.why, state.fetched)))
             reuse.outcome = replace(reuse.outcome, detail=detail)
@@ -559,7 +559,7 @@ def awaits_another(
 ) -> bool:
     """Whether a prompt should wait for blocks that another request is computing.
 
-    n_shared: how many of the prompt's tokens each other request will store. O(others), and
+    n_shared: how many of the prompt's tokens each other request will store. O(`others`), and
         O(ids) for each request that `n_shared` does not contain yet.
     """
     for other in others:
