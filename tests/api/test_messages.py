@@ -126,6 +126,17 @@ def test_a_result_of_no_call_is_refused() -> None:
         chat(messages=[user({"type": "tool_result"})])
 
 
+@pytest.mark.parametrize("content", ["", [], None])
+def test_a_message_of_the_user_without_content_stays(content: Any) -> None:
+    said = chat(messages=[{"role": "user", "content": content}])["messages"][-1]
+    assert (said["role"], said["content"] or "") == ("user", "")
+
+
+def test_a_conversation_has_a_message() -> None:
+    with pytest.raises(RequestRefused, match=r"^messages is a list, expected at least one"):
+        chat(messages=[])
+
+
 def test_the_first_of_two_faults_is_named() -> None:
     with pytest.raises(RequestRefused, match=r"^messages\[0\].role is null"):
         chat(messages=[{"content": "a"}, "b"])

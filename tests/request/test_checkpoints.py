@@ -433,6 +433,24 @@ def test_a_kill_costs_no_more_than_it_may(postponing: StoredModel) -> None:
         assert_right(left, [*whole, *random_ids(7, 9)], row)
 
 
+def test_only_a_first_checkpoint_that_others_share_is_written_at_once(tmp_path: Path) -> None:
+    """A temporary checkpoint is postponed if computing it again is fast, also the first."""
+    limits = StoreLimits(1 << 30, 1 << 30, max_loss_s=MAX_LOSS_S)
+    stored = StoredModel(*built("mamba2"), tmp_path, limits)
+    for n_tokens in (512, 1024, 512, 1024):
+        stored.loaded.speed.pace.learn(1, n_tokens, n_tokens / (100 * TOKENS_PER_S))
+    ids = random_ids(1, CHECKPOINT_EVERY)
+    for cache_type, n_written in (("prefill", 0), ("user", 1)):
+        prompt = ids if cache_type == "prefill" else ids[:-7]
+        caches = stored.spec.make_cache()
+        mx.eval(stored.model(mx.array([prompt]), cache=caches))
+        sequence = RunningSequence(stored.loaded.root, len(ids) + 1, 0, ())
+        stored.loaded.save(sequence, prompt, caches, cache_type, stored.store)
+        settle(stored.store.writer)
+        assert len(list((tmp_path / "checkpoints").rglob("*.safetensors"))) == n_written
+    stored.close()
+
+
 def left_of(postponing: StoredModel, ids: list[int]) -> int:
     """Return how many of these tokens a kill leaves."""
     with killed(postponing) as left:
