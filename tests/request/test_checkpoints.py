@@ -444,7 +444,7 @@ def test_only_a_first_checkpoint_that_others_share_is_written_at_once(tmp_path: 
         prompt = ids if cache_type == "prefill" else ids[:-7]
         caches = stored.spec.make_cache()
         mx.eval(stored.model(mx.array([prompt]), cache=caches))
-        sequence = RunningSequence(stored.loaded.root, len(ids) + 1, 0, ())
+        sequence = RunningSequence(stored.loaded.root, len(ids) + 1, 0, [])
         stored.loaded.save(sequence, prompt, caches, cache_type, stored.store)
         settle(stored.store.writer)
         assert len(list((tmp_path / "checkpoints").rglob("*.safetensors"))) == n_written
