@@ -103,8 +103,11 @@ PRESETS = {
         ),
     ),
     # `start` has one repeat, because a first start compiles kernels for more than a minute.
-    "gpu-4": Preset(_8B, (_step("start", n_repeats=1), _step("store", n_tokens=8192, n_repeats=3))),
-    "gpu-5": Preset(_8B, (_step("stall", context=16384, n_repeats=3),)),
+    "gpu-4": Preset(_8B, (_step("start", n_repeats=1),)),
+    "gpu-5": Preset(
+        _8B,
+        (_step("stall", context=16384, n_repeats=3), _step("store", n_tokens=8192, n_repeats=3)),
+    ),
     "gpu-6": Preset(_8B, (_step("ttft", contexts={8192: 3, 32768: 1}, n_ranks=2),)),
 }
 
