@@ -93,7 +93,8 @@ _STORAGE = {
     ),
     "memory": _option(
         "Maximum memory for running conversations, stored blocks and prompts that are computed, "
-        "without the model's weights (default: what the device leaves, less a reserve)",
+        "without the model's weights (default: the memory that the device offers, less the "
+        "weights and a reserve)",
         parse_size,
     ),
     "memory-policy": _option(
@@ -179,7 +180,7 @@ _ACCESS = {
         action="store_true",
     ),
     "isolation": _option(
-        "Whether equal beginnings are stored once for all sessions, or each session "
+        "shared: equal beginnings are stored once for all sessions; session: each session "
         "finds only its own blocks, and a request without a session finds nothing "
         "(default: shared)",
         choices=("shared", "session"),
@@ -190,7 +191,7 @@ _ACCESS = {
     ),
     "show-text": _option(
         "Let the page and /v1/kvpersist/requests quote prompts: the first words of sessions, and "
-        "where prompts differ from stored prompts",
+        "the words at which prompts differ from stored prompts",
         action="store_true",
     ),
 }

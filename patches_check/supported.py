@@ -96,7 +96,7 @@ def table(found: dict[str, Any]) -> str:
         reused = f"{row['cached_after_kill']:,} of {row['prompt_tokens']:,} tokens"
         cells = [row["mlx_lm"], row["mlx"], row["python"], row["result"]]
         lines.append(f"| {' | '.join(cells)} | {reused if row['prompt_tokens'] else '-'} |")
-    lines += ["", "The refused versions say why:", ""]
+    lines += ["", "The server refuses these versions with one line:", ""]
     lines += [f"- mlx-lm {row['mlx_lm']}: `{row['says']}`" for row in tried if row["says"]]
     if len(tried) < len(found["rows"]):
         lines += ["", "PyPI had no mlx-lm newer than these, and no pre-release."]

@@ -57,7 +57,7 @@ def in_short() -> str:
     table = show_table(("you wait for", "stock", "with the plugin"), rows)
     steps = [step for part in results.parts for step in PRESETS[part["part"]].steps]
     n_system = next(step.arguments["system"] for step in steps if step.name == "together")
-    prompts = f"Prompts: {n:,} tokens; the agents' system prompt: {n_system:,}. "
+    prompts = f"The prompts have {n:,} tokens, the agents' system prompt {n_system:,}. "
     return f"{table}\n\n{conditions(prompts)}"
 
 
@@ -125,8 +125,14 @@ def decode() -> str:
     ]
     if not names:
         return "Not measured at this commit."
-    rows = [(name, *map(shown_number, medians(results, decoding.QUESTION, name))) for name in names]
-    return show_table(("replies and prompts", "stock, tokens/s", "with the plugin"), rows)
+    rows = [
+        (
+            name.replace(" of ", " after "),
+            *map(shown_number, medians(results, decoding.QUESTION, name)),
+        )
+        for name in names
+    ]
+    return show_table(("replies after prompts of", "stock, tokens/s", "with the plugin"), rows)
 
 
 def together() -> str:
@@ -162,8 +168,8 @@ def conditions(prompts: str = "") -> str:
     # NVIDIA's names end with the memory: NVIDIA H100 80GB HBM3.
     device = re.sub(r" \d+GB\b.*", "", results.device.get("device_name", results.folder))
     text = (
-        f"{prompts}{device} ({results.kind.upper()}), "
-        f"mlx-lm {part['versions']['mlx-lm']}, {model}, the default precision; "
-        f"measured on {part['date'][:10]} at `{'`, `'.join(results.commits)}`.{smoke}"
+        f"{prompts}Measured on {part['date'][:10]} at `{'`, `'.join(results.commits)}`: "
+        f"{device} ({results.kind.upper()}), mlx-lm {part['versions']['mlx-lm']}, {model}, "
+        f"the default precision.{smoke}"
     )
     return fill(text, 100, break_long_words=False, break_on_hyphens=False)
