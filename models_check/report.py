@@ -28,7 +28,7 @@ The command `mlx-lm-kvpersist spec --model M` shows how your model's cache is st
 
 ## How this was tested
 
-Each model has a conversation of {N_TURNS} turns in the stock server's batch generator. The
+With each model, the stock server's batch generator computes a conversation of {N_TURNS} turns. The
 conversation is longer than a block and longer than the model's windows. The plugin has its default
 precision: keys in 8 bits, values in 4, rotated. The test compares the conversation with:
 
@@ -39,9 +39,9 @@ precision: keys in 8 bits, values in 4, rotated. The test compares the conversat
 - the conversation in a batch with other conversations and a new prompt;
 - a conversation that begins shorter than the windows, with a restart before each turn.
 
-*Equal* means that the same token is the most likely in every step, and that log-probabilities
+*Equal* means that the most likely token is the same in every step, and that log-probabilities
 differ by at most {TOLERANCE:g} of their range. The largest difference of an equal model is
-{{largest}}. *Refused* means that the server serves the model without the store, and says so.
+{{largest}}. *Refused* means that the server serves the model without the store; the log says so.
 
 `python -m models_check` repeats the test. `--only NAME` tests one architecture and prints its
 details. `--write docs/models.md` writes this page.
@@ -54,11 +54,12 @@ The table counts a turn of 500 tokens. Models with sliding windows or recurrent 
 checkpoints ([when](store.md#what-happens-when)).
 
 - *In a row*: turns of a tool loop at 1,000 tokens a second, with a checkpoint every two seconds.
-- *After a rest*: the conversation rested for 30 seconds, so its last checkpoint is written.
+- *After a rest*: nothing continued the conversation for 30 seconds, so its last checkpoint is
+  written.
 - *Every turn at once*: the bytes that a turn would write if no checkpoint were postponed.
 
-The shapes are from the config.json of the real models, in bfloat16. Tiny models with such layers
-write [the same number of bytes](benchmarks.md#settled-questions).
+The bytes are computed from each real model's config.json, in bfloat16. Tiny models with such layers
+write [as many bytes as computed](benchmarks.md#settled-questions).
 
 <!-- made: turns -->
 <!-- end of turns -->
