@@ -70,7 +70,7 @@ def choose(index: Index, wanted: str) -> Session:
     if not matches:
         raise StoreError(
             f"no session has the name or the title {shown(wanted)}, or an id that begins or ends "
-            "with it; `mlx-lm-kvpersist sessions list` shows all"
+            "with it (first words are not names); `mlx-lm-kvpersist sessions list` shows all"
         )
     if len(matches) > 1:
         what = "branches have the name" if named else "ids begin or end with"
@@ -212,7 +212,8 @@ def rm(args: argparse.Namespace) -> Report:
         {**content, "is_overwritten": is_overwritten},
         *(f"removed {name}" for name in names),
         f"freed {show_bytes(freed.n_bytes)}: {amount(freed)}",
-        "A server that runs now still has them in RAM: delete them on its page, or restart it.",
+        "A server that runs now still has their blocks in RAM, and uses them until it is "
+        "restarted. While a server runs, delete on its page instead: the page also frees RAM.",
         *([] if is_overwritten else [reader]),
     )
 

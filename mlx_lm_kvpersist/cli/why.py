@@ -58,8 +58,9 @@ def run(args: argparse.Namespace) -> Report:
     none = f"no request yet in {args.url or args.kvpersist_dir}"
     if not args.url:
         none += "; for a server with another folder, say --kvpersist-dir FOLDER or --url"
-    sums = _sums(records, store, stats.get("memory"))
-    return Report(content, listed if rows else none, "", *sums)
+    if not rows:
+        return Report(content, none)
+    return Report(content, listed, "", *_sums(records, store, stats.get("memory")))
 
 
 def _chosen(records: list[Record], wanted: str) -> list[Record]:

@@ -69,10 +69,10 @@ class CommandLine:
         self.out = self.err = ""
 
     def __call__(self, *argv: str | Path) -> int:
-        command, name, *rest = map(str, argv)
+        words = list(map(str, argv))
         self._capsys.readouterr()
         try:
-            return cli.main([command, name, "--kvpersist-dir", str(self.folder), *rest])
+            return cli.main([*words[:2], "--kvpersist-dir", str(self.folder), *words[2:]])
         finally:
             self.out, self.err = self._capsys.readouterr()
 

@@ -234,12 +234,14 @@ def test_rm_all_wants_yes(run: CommandLine, capsys: pytest.CaptureFixture[str]) 
         assert end.value.code == 2
     assert len(run.ids()) == 3
     *_, last = run.in_terminal(80, "sessions", "rm", "--all", "--yes")
-    assert last.startswith("A server that runs now still has them")
+    assert last.startswith("A server that runs now still has their blocks in RAM, and uses them")
     assert run.ids() == {} and block_files(run.folder) == {}
 
 
 def test_rm_removes_all_or_none(run: CommandLine) -> None:
-    assert "no session" in run.error("sessions", "rm", "first", "nobody")
+    message = run.error("sessions", "rm", "first", "nobody")
+    assert "no session has the name or the title nobody, " in message
+    assert "first words are not names" in message
     assert len(run.ids()) == 3
 
 

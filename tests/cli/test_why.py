@@ -24,6 +24,12 @@ def add(run: CommandLine, request_id: str) -> None:
         index.state.add_request(record)
 
 
+def test_a_store_without_requests_has_one_line(run: CommandLine) -> None:
+    assert run("why") == 0
+    (line,) = run.out.splitlines()
+    assert line.startswith(f"no request yet in {run.folder}; for a server with another folder")
+
+
 def test_either_side_of_an_id_is_enough(run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(why, "WRITTEN_S", 0.0)
     for request_id in IDS:

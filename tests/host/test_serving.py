@@ -243,6 +243,7 @@ def test_a_port_in_use_ends_the_process_with_one_line(
         (("--port", "99999"), "cannot listen at 127.0.0.1 port 99999: "),
         (("--model", "/no/such/model"), "the model folder /no/such/model does not exist; expected"),
         (("--model", "a/b/typo"), "the model folder a/b/typo does not exist; expected"),
+        (("--model", __file__), f"the model folder {__file__} is a file; expected a folder"),
         (("--model", "no-such/repository"), "--model no-such/repository cannot be loaded (no "),
     ],
 )

@@ -173,8 +173,9 @@ def renders_images(tokenizer: Any, processor: Any) -> bool:
 def check_model_name(name: str) -> None:
     """Raise ConfigError unless the name is a folder, or has the form of a name on the hub."""
     if not (Path(name).is_dir() or _HUB_NAME.fullmatch(name)):
+        wrong = "is a file" if Path(name).exists() else "does not exist"
         raise ConfigError(
-            f"the model folder {name} does not exist; expected a folder, or a name on the hub "
+            f"the model folder {name} {wrong}; expected a folder, or a name on the hub "
             "such as mlx-community/SmolLM2-135M-Instruct"
         )
 
