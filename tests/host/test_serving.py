@@ -263,7 +263,7 @@ def test_a_folder_that_cannot_be_made_ends_the_process_with_one_line(
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "store"
     done = environment.run_forked(
-        "mlx_lm.server", "--plugin", "kvpersist", "--kvpersist-dir", folder
+        *("mlx_lm.server", "--plugin", "kvpersist", "--port", "0"), "--kvpersist-dir", folder
     )
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
     assert str(folder) in done.stderr and "Traceback" not in done.stderr

@@ -25,6 +25,7 @@ FORMS = {
     **STOCK_FORMS,
     "python -m mlx_lm_kvpersist server": ("python", "-m", "mlx_lm_kvpersist", "server"),
 }
+FAILING = ("mlx_lm.server", "--plugin", "failing", "--port", "0")  # 8080 may be in use
 OURS = "import sys; print([m for m in sys.modules if m.startswith('mlx_lm_kvpersist')])"
 
 
@@ -220,8 +221,7 @@ def test_a_plugin_with_a_wrong_hook_stops_the_start(
 def test_a_plugin_that_fails_stops_the_start_with_one_line(
     environment: Environment, hook: str
 ) -> None:
-    command = ("mlx_lm.server", "--plugin", "failing", "--port", "0", "--log-level", "ERROR")
-    done = environment.run_forked(*command, env={"FAIL_IN": hook})
+    done = environment.run_forked(*FAILING, "--log-level", "ERROR", env={"FAIL_IN": hook})
     assert done.returncode == 1
     assert done.stderr == (
         "mlx_lm.server --plugin failing: stopped by an unexpected RuntimeError: a fault of the "
@@ -231,7 +231,7 @@ def test_a_plugin_that_fails_stops_the_start_with_one_line(
 
 def test_an_error_of_ours_is_told_as_it_is(environment: Environment) -> None:
     env = {"FAIL_IN": "configure", "FAIL_WITH": "config"}
-    done = environment.run_forked("mlx_lm.server", "--plugin", "failing", env=env)
+    done = environment.run_forked(*FAILING, env=env)
     assert done.returncode == 1
     assert done.stderr == (
         "mlx_lm.server --plugin failing: found a bad option, expected a good one\n"
@@ -239,8 +239,7 @@ def test_an_error_of_ours_is_told_as_it_is(environment: Environment) -> None:
 
 
 def test_debug_shows_the_traceback_before_the_line(environment: Environment) -> None:
-    command = ("mlx_lm.server", "--plugin", "failing", "--log-level", "DEBUG")
-    done = environment.run_forked(*command, env={"FAIL_IN": "configure"})
+    done = environment.run_forked(*FAILING, "--log-level", "DEBUG", env={"FAIL_IN": "configure"})
     assert "Traceback (most recent call last)" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("mlx_lm.server --plugin failing: stopped by")
 

@@ -61,6 +61,6 @@ def test_it_serves_beside_this_plugin(
 
 
 def test_it_needs_a_file(installed: Environment) -> None:
-    done = installed.run("mlx_lm.server", "--plugin", "csvlog", "--model", "none")
+    done = installed.run("mlx_lm.server", "--plugin", "csvlog", "--model", "none", "--port", "0")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith("add --csvlog FILE")
