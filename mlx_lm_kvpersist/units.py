@@ -1,4 +1,4 @@
-"""How options read sizes and folders, and how messages show sizes (powers of 1024)."""
+"""How options read sizes and folders, and how messages show sizes (powers of 1024) and texts."""
 
 from __future__ import annotations
 
@@ -63,3 +63,8 @@ def show_bytes(n_bytes: float) -> str:
         if abs(n_bytes) < 1023.95 or unit == _UNITS[-1]:
             break
     return f"{n_bytes:.1f} {unit}iB"
+
+
+def shortened(text: str, max_chars: int) -> str:
+    """Return a text of at most `max_chars` characters; an ellipsis ends a text that is cut."""
+    return text if len(text) <= max_chars else f"{text[: max_chars - 1]}…"

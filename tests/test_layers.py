@@ -46,8 +46,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "round_trip": {"cache", "errors", "host", "request", "store"},
     "config": {"api", "cache", "errors", "store", "units"},
-    "host": {"apis", "errors", "image_ids", "ranks"},
-    "api": {"apis", "errors"},
+    "host": {"apis", "errors", "image_ids", "ranks", "units"},
+    "api": {"apis", "errors", "units"},
     "request": {
         "ranks",
         "block",

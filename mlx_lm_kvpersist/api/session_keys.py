@@ -16,6 +16,7 @@ from itertools import permutations
 from typing import Any
 
 from ..errors import RequestRefused
+from ..units import shortened
 
 NAMESPACE_HEADER = "X-KVPersist-Namespace"
 KEEP_HEADER = "X-KVPersist-Keep"
@@ -27,6 +28,7 @@ _CODEX_HEADERS = ("thread-id", "session-id", "session_id", "conversation_id")
 
 _TAGGED = re.compile(r"\s*<([\w-]+)>.*?</\1>", re.DOTALL)
 _MAX_NAME_BYTES = 256
+_WORDS_CHARS = 120
 
 Messages = list[dict[str, Any]]
 Find = Callable[[Message, Mapping[str, Any]], str | None]
@@ -103,8 +105,9 @@ def note(headers: Message, messages: Iterable[Mapping[str, Any]]) -> dict[str, s
         text, start = "\n".join(_text(block.get("text")) or "" for block in contents), 0
         while tagged := _TAGGED.match(text, start):
             start = tagged.end()
-        if words := " ".join(text[start : start + 500].split()):
-            return {**labels, "words": words[:120]}
+        # No more words than characters are needed.
+        if words := " ".join(text[start:].split(maxsplit=_WORDS_CHARS)):
+            return {**labels, "words": shortened(words, _WORDS_CHARS)}
     return labels
 
 

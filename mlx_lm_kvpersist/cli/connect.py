@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 from ..errors import ConfigError, KVPersistError
 from ..store.folder import whole_file
+from ..units import shortened
 from .servers import ask
 
 Settings = Mapping[str, Any] | str
@@ -325,7 +326,9 @@ def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _merged(current: Any, settings: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return the current table with the settings added. Raises ValueError if it is not a table."""
     if not isinstance(current, dict):
-        raise ValueError(f"found {json.dumps(current)[:40]} where keys and values were expected")
+        raise ValueError(
+            f"found {shortened(json.dumps(current), 40)} where keys and values were expected"
+        )
     merged = dict(current)
     for key, value in settings.items():
         merged[key] = _merged(current.get(key, {}), value) if isinstance(value, Mapping) else value

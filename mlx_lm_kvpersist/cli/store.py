@@ -26,7 +26,7 @@ from ..store.index import Index
 from ..store.objects import Objects, TimedObjects, surplus
 from ..store.records import Session, StoreLimits
 from ..store.verify import Problem, find_problems, fix_problems
-from ..units import show_bytes
+from ..units import shortened, show_bytes
 from .opening import changing, existing, reading
 from .output import (
     Report,
@@ -277,7 +277,7 @@ def _segments(index: Index) -> list[Segment]:
         # A segment ends where its sessions diverge or one ends.
         if segment is None or segment.n_sessions != n_through[key]:
             row = index.block(key)
-            words = row[0].text[:_MOST_CHARS] if row else ""
+            words = shortened(row[0].text, _MOST_CHARS) if row else ""
             segment = Segment(len(segments), roots.get(root), parent, words, n_through[key])
             segments.append(segment)
             if parent is not None:

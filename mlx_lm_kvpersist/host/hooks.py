@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import pluggy
 
 from ..errors import PluginFault
+from ..units import shortened
 from .scheduling.pace import Pace
 
 PROJECT = "mlx_lm.server"
@@ -367,7 +368,7 @@ def expect(is_right: bool, answer: Any, expected: str) -> None:
     """Raise PluginFault unless an answer is right."""
     if not is_right:
         text = answer if isinstance(answer, str) else repr(answer)
-        raise PluginFault(f"answered {text[:200]}, expected {expected}")
+        raise PluginFault(f"answered {shortened(text, 200)}, expected {expected}")
 
 
 # The hooks, in the order in which a request meets them. All are optional. Plugins are asked in the

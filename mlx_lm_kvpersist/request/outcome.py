@@ -26,6 +26,7 @@ from ..match import SHOWN_CHARS, Match, common_prefix
 from ..store.block_store import BlockStore
 from ..store.records import Gone
 from ..store.small_state import unquoted
+from ..units import shortened
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -155,7 +156,7 @@ class Outcome:
         if not is_kept:
             clauses.append("not kept")
         if session:
-            clauses.append(f"session {json.dumps(session[:80], ensure_ascii=False)}")
+            clauses.append(f"session {json.dumps(shortened(session, 80), ensure_ascii=False)}")
         return ", ".join(clauses)
 
 

@@ -157,6 +157,11 @@ def test_what_people_know_a_conversation_by() -> None:
         {"role": "user", "content": parts},
     ]
     assert note(headers, messages) == {"client": "claude-cli", "words": "Fix the <b>parser"}
-    long = note(headers, [{"role": "user", "content": "word " * 1000}])["words"]
-    assert len(long) <= 120 and long.startswith("word word")
+    for text, words in (
+        ("word " * 1000, "word " * 23 + "word…"),
+        ("w" * 120 + " ", "w" * 120),
+        ("w" * 121, "w" * 119 + "…"),
+        ("a" + " " * 600 + "b", "a b"),
+    ):
+        assert note(headers, [{"role": "user", "content": text}])["words"] == words
     assert note(headers, [{"role": "user", "content": None}]) == {"client": "claude-cli"}

@@ -85,7 +85,7 @@ def test_one_outcome_for_programs_and_for_people(
     assert outcome.sentence(None) == sentence
     assert outcome.sentence("") == sentence
     assert outcome.sentence('"é" ' + 90 * "x", is_kept=False) == (
-        f'{sentence}, not kept, session "\\"é\\" {76 * "x"}"'
+        f'{sentence}, not kept, session "\\"é\\" {75 * "x"}…"'
     )
 
 

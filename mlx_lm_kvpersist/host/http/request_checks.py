@@ -15,6 +15,7 @@ from huggingface_hub import snapshot_download, try_to_load_from_cache
 
 from ...apis import placed_objects, readable, require, require_text, text_of, without_null
 from ...errors import RequestRefused
+from ...units import shortened
 from ..attachments import IMAGE_KINDS
 
 MAX_BODY_BYTES = 256 << 20
@@ -32,7 +33,7 @@ def check_body_length(length: str | None) -> int:
     try:
         n_bytes = int(length if length is not None else 0)
     except ValueError:
-        shown = repr((length or "")[:20])
+        shown = repr(shortened(length or "", 20))
         raise RequestRefused(f"Content-Length is {shown}, expected a number of bytes") from None
     if n_bytes < 0:
         raise RequestRefused(f"Content-Length is {n_bytes}, expected 0 or more")
@@ -159,7 +160,7 @@ def check_model(name: str, own: Sequence[str], loaded: str | None) -> None:
         find_on_hub(name)
     except Exception as error:
         here = f"this server has {own[0]}; ask for default_model" if own else "see GET /v1/models"
-        message = f"there is no model {_short(name)}; {here}"
+        message = f"there is no model {shortened(name, _MAX_SHOWN)}; {here}"
         raise RequestRefused(message, 404, "model_not_found") from error
 
 
@@ -183,11 +184,9 @@ def check_beside_model(draft: Any, adapter: str | None, args: Any) -> None:
         check_model(draft, [args.draft_model] if args.draft_model else [], None)
     if adapter is not None and adapter != args.adapter_path:
         if not isfile(join(adapter, "adapter_config.json")):
-            raise RequestRefused(f"there is no adapter {_short(adapter)}; name its folder", 404)
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= _MAX_SHOWN else f"{name[:_MAX_SHOWN]}…"
+            raise RequestRefused(
+                f"there is no adapter {shortened(adapter, _MAX_SHOWN)}; name its folder", 404
+            )
 
 
 def check_chat(body: Mapping[str, Any]) -> None:
