@@ -262,7 +262,7 @@ class KVPersistPlugin:
     def routes(self) -> list[Route]:
         key, shows, exposed = self._config.api_key, self._shows_text, self._metrics.exposed
         views: dict[str, Callable[[Any], Any]] = {
-            admin.REQUESTS_PATH: lambda handler: self._log.records(with_text=shows),
+            admin.REQUESTS_PATH: lambda handler: self._describe_requests(),
             admin.STATS_PATH: lambda handler: self._stats(),
             admin.SPEC_PATH: lambda handler: self._spec(),
             admin.METRICS_PATH: lambda handler: admin.Answer(exposed(), headers=HEADERS),
@@ -318,6 +318,10 @@ class KVPersistPlugin:
     def _describe_sessions(self, **which: Any) -> dict[str, Any]:
         sessions = self._stored_sessions().describe(**which, with_text=self._shows_text)
         return {**self._shown(), "with_text": self._shows_text, **sessions}
+
+    def _describe_requests(self) -> list[dict[str, Any]]:
+        records = self._log.records(with_text=self._shows_text)
+        return self._stored_sessions().add_names(records, with_text=self._shows_text)
 
     def _spec(self) -> dict[str, Any]:
         if serving := self._serving:

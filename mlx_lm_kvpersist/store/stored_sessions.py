@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 from ..block import Record
@@ -109,6 +109,28 @@ class StoredSessions:
             answer = sorted(sessions, key=lambda session: -sizes[session.id])
             self._by_size = state, answer
         return answer
+
+    def add_names(
+        self, records: Sequence[dict[str, Any]], *, with_text: bool
+    ) -> list[dict[str, Any]]:
+        """Add the `title` and, `with_text`, the first `words` of its session to each record.
+
+        The session is the most recently used one of the request's name and namespace. Both fields
+        are None without a session, and while the index cannot be read.
+        """
+        with self._store.view.asked_once() as index:
+
+            @cache
+            def note(name: str | None, namespace: str) -> dict[str, str]:
+                named = index.sessions_named(name) if name else []
+                found = (one for one in named if index.namespace(one) == namespace)
+                return next((index.state.note(one.id, with_text=with_text) for one in found), {})
+
+            notes = [note(record["session"], record["namespace"]) for record in records]
+        return [
+            {**record, **{name: note.get(name) or None for name in ("title", "words")}}
+            for record, note in zip(records, notes, strict=True)
+        ]
 
     def select(
         self, ids: Collection[str] = (), find: str | None = None, *, with_text: bool = False

@@ -107,6 +107,32 @@ def test_a_selection_says_what_its_delete_frees(store: BlockStore) -> None:
     assert sessions.select(find="parser", with_text=True)["ids"] == ["longer"]
 
 
+def test_requests_are_called_as_their_sessions(store: BlockStore) -> None:
+    """Tenants may use one name; nobody's words are shown where text may not be."""
+    tenant = Root(ROOT.fingerprint, ROOT.layout, "tenant")
+    for n, root in enumerate((ROOT, tenant, tenant)):
+        leaf = chain([n], parent=root.key)[0]
+        store.index.add_blocks(root, [(leaf, 10)])
+        one = Session(f"s{n}", root.key, "same", leaf.key, leaf.stop, False, 1.0, float(n))
+        store.index.put_session(one)
+        store.index.state.add_note(one.id, title=f"title {n}", words=f"words {n}")
+    asked = [("same", ""), ("same", "tenant"), ("same", "another"), ("other", ""), (None, "")]
+    records = [
+        RequestState(name, namespace).record("m", Outcome(Kind.MISS, 1))
+        for name, namespace in asked
+    ]
+    named = StoredSessions(store).add_names(records, with_text=True)
+    nothing = (None, None)
+    own = [("title 0", "words 0"), ("title 2", "words 2"), nothing, nothing, nothing]
+    assert [(one.pop("title"), one.pop("words")) for one in named] == own
+    assert named == records
+    quiet = StoredSessions(store).add_names(records, with_text=False)
+    assert [(one["title"], one["words"]) for one in quiet] == [(title, None) for title, _ in own]
+    store.index.database.close()  # the records are shown nevertheless
+    broken = StoredSessions(store).add_names(records, with_text=True)
+    assert {one["title"] for one in broken} == {None}
+
+
 def test_a_selection_is_not_limited(store: BlockStore) -> None:
     """More sessions than one query of the index can have."""
     blocks = [chain([1], [n + 2]) for n in range(1200)]
