@@ -284,6 +284,14 @@ def test_the_page_shows_sessions_and_requests(opened: Page, server: ServerProces
     assert names == [one["name"] or f"unnamed {one['id']}" for one in data["sessions"]]
     assert MARKUP in names and opened.title().startswith("KV cache")
     assert opened.locator("img").count() == 0
+    expect(opened.locator(".session .tier").first).to_be_visible()
+    # The time is at least a line below "0%", which it would touch otherwise.
+    (y_of_share, y_of_time), line = opened.locator("#hits").evaluate("""(svg) => {
+      const texts = [...svg.querySelectorAll("text")];
+      const all = [texts[0], texts[3]].map((one) => Number(one.getAttribute("y")));
+      return [all, parseFloat(getComputedStyle(texts[0]).fontSize)];
+    }""")
+    assert y_of_time - y_of_share >= line
     records = json.loads(server.request("GET", "/v1/kvpersist/requests")[2])
     assert all(record["first_token_s"] > 0 for record in records)
     assert opened.locator("#hits rect").count() == len(records)
@@ -328,6 +336,7 @@ def test_what_does_not_fit_is_drawn_full(browser: Browser, server: ServerProcess
     data = described(server)
     data["memory"] |= {"caches": 3 * data["memory"]["total"], "waiting": 2}
     data["store"]["tiers"]["ram"]["asked_again_tokens"] = 1234
+    data["sessions"][0]["title"] = cut = "Refactor the parser " * 6 + "o…"
     page = browser.new_page(viewport={"width": 390, "height": 800})
     page.route("**/kvpersist/sessions?*", lambda route: route.fulfill(json=data))
     page.goto(url_of(server))
@@ -335,6 +344,9 @@ def test_what_does_not_fit_is_drawn_full(browser: Browser, server: ServerProcess
     expect(page.locator("#again")).to_have_text("1,234 evicted tokens asked for again")
     widths = page.locator("#memory .bar div").evaluate_all("all => all.map((e) => e.offsetWidth)")
     assert max(widths) == widths[0] > 200 and page.locator("#memory .free").count() == 0
+    name = page.locator(".session b").first
+    expect(name).to_have_text(cut)
+    assert name.locator(".end").count() == 0  # the end of a cut text says nothing
     assert page.evaluate(FITS)
     page.close()
 
@@ -501,11 +513,22 @@ def test_500_sessions(browser: Browser, crowded: ServerProcess, width: int) -> N
     assert page.evaluate("document.documentElement.scrollHeight") < 5000
     page.get_by_role("button", name="Older").click()
     expect(place).to_have_text(re.compile("^21 to 40 of "))
+    # Nothing that is not shown is deleted without a word of it.
+    chosen = page.locator("#chosen")
+    page.get_by_label("Choose all on this page").check()
+    expect(chosen).to_have_text("20 chosen")
+    page.get_by_role("button", name="Newer").click()
+    expect(chosen).to_have_text("20 chosen, 20 not on this page")
+    request_names = page.locator(".request .called")
+    before = request_names.all_inner_texts()
+    assert f"{MARKUP} Refactor the parser" in before
     find = page.get_by_label("Filter sessions")
     find.fill(f"NUMBER {width} ")
     expect(place).to_have_text("No session has that." if width > 498 else "1 to 1 of 1")
     find.fill(f"number 4{width // 384}")
     expect(place).to_have_text("1 to 11 of 11")  # 4n, and 4n0 to 4n9
+    expect(chosen).to_have_text("Choose all on this page")
+    assert request_names.all_inner_texts() == before
     page.get_by_label("Choose all on this page").check()
     expect(page.locator("#choose-matches")).to_be_hidden()
     page.get_by_role("button", name="Delete them").click()
@@ -541,6 +564,9 @@ def test_the_largest_of_many_are_found_and_deleted_by_keys(
     (top, right), (top_of_end, right_of_end) = name.evaluate(place_of), end.evaluate(place_of)
     assert right_of_end <= right and top_of_end == pytest.approx(top, abs=3)  # in the same line
     assert name.inner_text() == "w" * 200
+    n_lines = "e => Math.round(e.clientHeight / parseFloat(getComputedStyle(e).lineHeight))"
+    about = page.locator(".session .about", has_text="number").first
+    assert about.evaluate(n_lines) == (1 if width > 1000 else 2)
     # All matches are chosen, not only those on one page.
     page.locator("#choose-all").focus()
     keys.press("Space")
@@ -548,7 +574,9 @@ def test_the_largest_of_many_are_found_and_deleted_by_keys(
     keys.press("Tab")
     expect(page.get_by_role("button", name=f"Choose all {total}", exact=True)).to_be_focused()
     keys.press("Enter")
-    expect(page.locator("#chosen")).to_have_text(f"{total} chosen")
+    expect(page.locator("#chosen")).to_have_text(f"{total} chosen, {total - 20} not on this page")
+    expect(page.locator("#choose-matches")).to_be_hidden()
+    expect(page.locator("#choose-all")).to_be_focused()
     everything = change(crowded, "select", {"find": ""})[1]
     keys.press("Tab")
     expect(page.get_by_role("button", name="Delete them")).to_be_focused()
@@ -565,6 +593,9 @@ def test_the_largest_of_many_are_found_and_deleted_by_keys(
     contrasts = page.evaluate(CONTRAST)
     assert min(contrasts.values()) >= 4.5, contrasts
     assert page.evaluate(FITS)
+    page.locator("#choose-none").focus()
+    keys.press("Enter")
+    expect(page.locator("#choose-all")).to_be_focused()
     page.close()
 
 
