@@ -368,6 +368,7 @@ def test_what_cannot_be_undone_is_kept(home: Path, capsys: pytest.CaptureFixture
         ("opencode", '{\n  // mine\n  "theme": "dark"\n}\n', "Expecting property name"),
         ("claude", '{"env": ["A=b"]}', "where keys and values were expected"),
         ("claude", "[]", "where keys and values were expected"),
+        ("claude", json.dumps(["a" * 50]), f'found ["{"a" * 37}… where keys'),
         ("claude", '{"a": 1e400}', "not JSON compliant"),
         ("claude", '{"b": {"a": 1, "a": 2}}', 'a key exists twice in "a", "a"'),
         ("claude", '{"a": Infinity}', "not JSON compliant"),

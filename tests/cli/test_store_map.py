@@ -116,6 +116,14 @@ def test_a_session_is_called_what_people_call_it(run: CommandLine) -> None:
     assert not lines_with(run, session_id) and not lines_with(run, "words of last")
 
 
+def test_long_words_end_with_an_ellipsis(run: CommandLine) -> None:
+    head = list(range(100, 150))
+    fill(run.folder, {"one": chain(head, [50]), "other": chain(head, [51])})
+    words = "".join(f"<{n}>" for n in head)[:59] + "…"
+    assert words in [part["words"] for part in run.json("store", "map")["parts"]]
+    assert any(f'"{words}"' in line for line in run.in_terminal(200, "store", "map"))
+
+
 def test_names_are_no_markup(run: CommandLine) -> None:
     fill(run.folder, {WEIRD_NAME: chain(HEAD, [50])})
     lines = run.in_terminal(200, "store", "map")

@@ -136,3 +136,5 @@ def test_a_wrong_answer_names_its_plugin_and_hook_and_is_ignored(
         with pytest.raises(PluginFault, match="plugin six in hook routes answered 5, expected a l"):
             manager.ask("routes")
     assert said in caplog.text
+    with pytest.raises(PluginFault, match=f"^answered {'w' * 199}…, expected a list$"):
+        hooks.expect(False, "w" * 201, "a list")

@@ -54,6 +54,7 @@ def test_a_stream_and_a_whole_reply(words: WordsServer, capsys: pytest.CaptureFi
         (request(b"[1]"), 400, "the body is not a JSON object"),
         (request(b"{}", -1), 400, "Content-Length is -1, expected 0 or more"),
         (request(b"{}", "two"), 400, "Content-Length is 'two', expected a number of bytes"),
+        (request(b"{}", "x" * 21), 400, f"Content-Length is '{'x' * 19}…', expected a number"),
         (request(b"{}", "--5"), 400, "Content-Length is '--5', expected a number of bytes"),
         (request(b"{}", "9" * 5000), 400, "expected a number of bytes"),
         (request(b"{}", 1 << 40), 413, "expected at most 256 MiB"),
