@@ -42,6 +42,15 @@ def test_every_block_says_its_language() -> None:
     assert {block.language for block in blocks()} <= LANGUAGES
 
 
+def test_the_site_shows_every_line_of_code_at_full_width() -> None:
+    """plugins.md shows the hooks as they are in the source; see tests/host/test_docs.py."""
+    pages = {page.name for page in (REPOSITORY / "docs").glob("*.md")} - {"api.md"}
+    shown = [b for b in blocks() if b.page in pages and "@hookspec" not in b.text]
+    assert len(shown) >= 40
+    wide = [(b.page, line) for b in shown for line in b.text.splitlines() if len(line) > 80]
+    assert wide == []
+
+
 def test_every_program_is_known() -> None:
     known = {"curl", "make", "mlx-lm-kvpersist", "mlx_lm.server", "pip", "python", "pipx", "uv"}
     known |= {".", "cd", "git", "python3", "uvx"}
