@@ -52,13 +52,15 @@ def draw(results: Sequence[DeviceResults], path: Path | None = None) -> None:
 
 
 def _draw_panel(axes: Any, results: DeviceResults) -> None:
+    ticks = set()
     for what, side, label, color in _LINES:
         if line := points(results, what, side):
             axes.plot(*zip(*line, strict=True), "o-", label=label, color=color)
-    ticks = [n for n, _ in points(results, "new prompt", STOCK)]
+            ticks.update(n for n, _ in line)
     axes.set(xscale="log", yscale="log", xlabel="tokens of the prompt")
-    axes.set(title=results.folder, ylabel="seconds to the first token")
-    axes.set_xticks(ticks, map(tokens, ticks))
+    axes.set(title=results.shown_device, ylabel="seconds to the first token")
+    axes.set_xticks(sorted(ticks), map(tokens, sorted(ticks)))
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     if ticks:

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -102,6 +103,13 @@ class DeviceResults:
     def kind(self) -> str:
         """Whether MLX computes on the "cpu" or the "gpu"."""
         return str(self.device["kind"])
+
+    @property
+    def shown_device(self) -> str:
+        """The device for a reader, such as NVIDIA H100 (GPU)."""
+        # NVIDIA's names end with the memory: NVIDIA H100 80GB HBM3.
+        name = re.sub(r" \d+GB\b.*", "", self.device.get("device_name", self.folder))
+        return f"{name} ({self.kind.upper()})"
 
     @property
     def is_preset(self) -> bool:

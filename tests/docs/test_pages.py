@@ -117,8 +117,16 @@ def test_figures_are_those_of_the_kept_results() -> None:
     assert row in README and row in text_of(DOCS / "index.md")
     rows = text_of(DOCS / "benchmarks.md").splitlines()
     row = next(row for row in rows if row.startswith(f"| {size:,} | "))
-    assert f" | {shown_number(stock)} / {shown_number(ours)} | " in row
+    assert f" | {shown_number(stock)}\u00a0/\u00a0{shown_number(ours)} | " in row
     assert all(f"`{commit}`" in README for commit in kept.commits)
+
+
+def test_tables_of_figures_have_the_order_in_which_a_user_meets_the_rows() -> None:
+    page = text_of(DOCS / "benchmarks.md")
+    assert "| tokens | a new prompt | the next turn | the same prompt again | the next" in page
+    numbers = re.findall(r"^\| (\d+) after (\d+)K ", page, re.MULTILINE)
+    n_replies = [(int(size), int(n)) for n, size in numbers]
+    assert len(n_replies) > 2 and n_replies == sorted(n_replies)
 
 
 def test_every_option_has_a_group() -> None:

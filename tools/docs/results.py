@@ -22,10 +22,10 @@ Sides = tuple[float | None, float | None]
 """The values of stock and of the plugin; None: not measured."""
 
 _STATES = {
-    "after a restart": "the next turn, after a restart",
     "new prompt": "a new prompt",
-    "same prompt again": "the same prompt again",
     "next turn": "the next turn",
+    "same prompt again": "the same prompt again",
+    "after a restart": "the next turn, after a restart",
 }
 
 
@@ -112,7 +112,8 @@ def first_token() -> str:
 
 
 def _both(sides: Sides) -> str:
-    return " / ".join("-" if side is None else shown_number(side) for side in sides)
+    """Return both values for one cell, with spaces at which no browser breaks the line."""
+    return "\u00a0/\u00a0".join("-" if side is None else shown_number(side) for side in sides)
 
 
 def decode() -> str:
@@ -123,6 +124,8 @@ def decode() -> str:
         for row in results.rows
         if (row["question"], row["side"]) == (decoding.QUESTION, OURS)
     ]
+    # "2 of 16K": by the prompts' length, then by the number of replies.
+    names.sort(key=lambda name: [int(number) for number in re.findall(r"\d+", name)[::-1]])
     if not names:
         return "Not measured at this commit."
     rows = [
@@ -165,11 +168,9 @@ def conditions(prompts: str = "") -> str:
     if part["model"]["random_weights"]:
         model = f"random weights in the shape of {model.rpartition(':')[2]}"
     smoke = "" if results.is_preset else " This tiny model shows only that the commands work."
-    # NVIDIA's names end with the memory: NVIDIA H100 80GB HBM3.
-    device = re.sub(r" \d+GB\b.*", "", results.device.get("device_name", results.folder))
     text = (
         f"{prompts}Measured on {part['date'][:10]} at `{'`, `'.join(results.commits)}`: "
-        f"{device} ({results.kind.upper()}), mlx-lm {part['versions']['mlx-lm']}, {model}, "
+        f"{results.shown_device}, mlx-lm {part['versions']['mlx-lm']}, {model}, "
         f"the default precision.{smoke}"
     )
     return fill(text, 100, break_long_words=False, break_on_hyphens=False)
