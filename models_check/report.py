@@ -1,4 +1,4 @@
-"""Findings as a table, on the terminal and as a page of the documentation."""
+"""Findings on the terminal and as a page of the documentation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ The command `mlx-lm-kvpersist spec --model M` shows how your model's cache is st
 
 {{summary}}.
 
-{{table}}
+{{ways}}
 
 ## How this was tested
 
@@ -110,7 +110,7 @@ def page(findings: Sequence[Finding]) -> str:
         mlx_lm=version("mlx-lm"),
         mlx=version("mlx"),
         summary=summary(findings),
-        table=table(findings),
+        ways=ways_of_storing(findings),
         largest=_number(max(differences, default=0.0)),
     )
     lines = [
@@ -127,19 +127,19 @@ def page(findings: Sequence[Finding]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def table(findings: Sequence[Finding]) -> str:
-    """Return a table with a row for each way of storing; most models first."""
-    groups: dict[tuple[str, str, str], list[str]] = {}
+def ways_of_storing(findings: Sequence[Finding]) -> str:
+    """Return a list with an item for each way of storing; most models first."""
+    groups: dict[str, list[str]] = {}
     for finding in findings:
         if finding.result == "equal":
             resumes = "a multiple of 256" if finding.reusable == _BY_BLOCKS else "a checkpoint"
-            group = _layers(finding.caches), resumes, finding.batching
-            groups.setdefault(group, []).append(finding.name)
-    columns = ("architectures", "layers", "resumes at", "in one batch")
-    rows = [_table_row(columns), _table_row(["---"] * len(columns))]
-    for group, names in sorted(groups.items(), key=lambda item: -len(item[1])):
-        rows.append(_table_row([", ".join(f"`{name}`" for name in names), *group]))
-    return "\n".join(rows)
+            group = (
+                f"{_layers(finding.caches)}; resumes at {resumes}; "
+                f"{finding.batching} in one batch"
+            )
+            groups.setdefault(group, []).append(f"`{finding.name}`")
+    by_size = sorted(groups.items(), key=lambda item: -len(item[1]))
+    return "\n".join(f"- **{group}**: {', '.join(names)}" for group, names in by_size)
 
 
 def _layers(caches: str) -> str:
@@ -152,10 +152,6 @@ def _excuse(finding: Finding) -> str:
         f"{what} {_number(value)}" if value < float("inf") else f"{what} raises"
         for what, value in finding.excused.items()
     )
-
-
-def _table_row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _number(value: float | None) -> str:
