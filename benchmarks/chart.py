@@ -52,7 +52,7 @@ def draw(results: Sequence[DeviceResults], path: Path | None = None) -> None:
 
 
 def _draw_panel(axes: Any, results: DeviceResults) -> None:
-    ticks = set()
+    ticks: set[int] = set()
     for what, side, label, color in _LINES:
         if line := points(results, what, side):
             axes.plot(*zip(*line, strict=True), "o-", label=label, color=color)

@@ -134,8 +134,7 @@ def ways_of_storing(findings: Sequence[Finding]) -> str:
         if finding.result == "equal":
             resumes = "a multiple of 256" if finding.reusable == _BY_BLOCKS else "a checkpoint"
             group = (
-                f"{_layers(finding.caches)}; resumes at {resumes}; "
-                f"{finding.batching} in one batch"
+                f"{_layers(finding.caches)}; resumes at {resumes}; {finding.batching} in one batch"
             )
             groups.setdefault(group, []).append(f"`{finding.name}`")
     by_size = sorted(groups.items(), key=lambda item: -len(item[1]))

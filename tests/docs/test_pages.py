@@ -53,14 +53,18 @@ def build(folder: Path) -> subprocess.CompletedProcess[str]:
 def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("docs")
     shutil.copytree(DOCS, folder / "docs")
-    shutil.copy(REPOSITORY / "mkdocs.yml", folder)
+    for name in ("mkdocs.yml", "tools/docs/unbroken.py"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, folder / name)
     return folder
 
 
 def test_the_site_builds_without_a_warning(copied: Path) -> None:
     done = build(copied)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (copied / "site" / "configuration" / "index.html").exists()
+    page = text_of(copied / "site" / "configuration" / "index.html")
+    assert "<code><span>--kvpersist-dir</span> <span>FOLDER</span></code>" in page
+    assert 'href="../site.css"' in page
 
 
 def test_links_that_lead_nowhere_are_seen(copied: Path) -> None:
@@ -133,6 +137,7 @@ def test_every_option_has_a_group() -> None:
     table = options.server_options()
     names = [name for group in config.GROUPS.values() for name in group]
     assert len(names) >= 14 and set(names) >= set(config.RARE)
+    assert "--" not in re.sub(r"`[^`]*`|\| --- [| -]*\n", "", table), "an option is not code"
     assert [name for name in names if f"| `--kvpersist-{name}" not in table] == []
 
 

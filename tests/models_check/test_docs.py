@@ -35,8 +35,8 @@ def test_a_page_says_what_was_found() -> None:
     text = page([kept, mixed, alike, wrong])
     by_blocks = "full attention; resumes at a multiple of 256; prompts and replies in one batch"
     assert f"- **{by_blocks}**: `llama`, `qwen3`\n" in text
-    at_checkpoints = "full attention, sliding windows; resumes at a checkpoint; replies in one batch"
-    assert f"- **{at_checkpoints}**: `gemma3`\n" in text
+    windows = "full attention, sliding windows; resumes at a checkpoint; replies in one batch"
+    assert f"- **{windows}**: `gemma3`\n" in text
     assert "**: `mamba`" not in text
     assert "The largest difference of an equal model is 2e-07." in " ".join(text.split())
     assert "- `llama`: in a batch 5e-01." in text

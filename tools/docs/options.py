@@ -47,7 +47,8 @@ def _spelt(action: argparse.Action) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    """Return a help text for a cell, with its options as code."""
+    return re.sub(r"--[a-z][\w-]*", r"`\g<0>`", " ".join(text.split()).replace("|", "\\|"))
 
 
 def commands() -> str:
