@@ -1,4 +1,4 @@
-"""Findings on the terminal and as a page of the documentation."""
+"""Findings as a table, on the terminal and as a page of the documentation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ The command `mlx-lm-kvpersist spec --model M` shows how your model's cache is st
 
 {{summary}}.
 
-{{ways}}
+{{table}}
 
 ## How this was tested
 
@@ -110,7 +110,7 @@ def page(findings: Sequence[Finding]) -> str:
         mlx_lm=version("mlx-lm"),
         mlx=version("mlx"),
         summary=summary(findings),
-        ways=ways_of_storing(findings),
+        table=table(findings),
         largest=_number(max(differences, default=0.0)),
     )
     lines = [
@@ -127,18 +127,19 @@ def page(findings: Sequence[Finding]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def ways_of_storing(findings: Sequence[Finding]) -> str:
-    """Return a list with an item for each way of storing; most models first."""
-    groups: dict[str, list[str]] = {}
+def table(findings: Sequence[Finding]) -> str:
+    """Return a table with a row for each way of storing; most models first."""
+    groups: dict[tuple[str, str, str], list[str]] = {}
     for finding in findings:
         if finding.result == "equal":
             resumes = "a multiple of 256" if finding.reusable == _BY_BLOCKS else "a checkpoint"
-            group = (
-                f"{_layers(finding.caches)}; resumes at {resumes}; {finding.batching} in one batch"
-            )
-            groups.setdefault(group, []).append(f"`{finding.name}`")
-    by_size = sorted(groups.items(), key=lambda item: -len(item[1]))
-    return "\n".join(f"- **{group}**: {', '.join(names)}" for group, names in by_size)
+            group = _layers(finding.caches), resumes, finding.batching
+            groups.setdefault(group, []).append(finding.name)
+    columns = ("layers", "resumes at", "in one batch", "architectures")
+    rows = [_table_row(columns), _table_row(["---"] * len(columns))]
+    for group, names in sorted(groups.items(), key=lambda item: -len(item[1])):
+        rows.append(_table_row([*group, ", ".join(f"`{name}`" for name in names)]))
+    return "\n".join(rows)
 
 
 def _layers(caches: str) -> str:
@@ -151,6 +152,10 @@ def _excuse(finding: Finding) -> str:
         f"{what} {_number(value)}" if value < float("inf") else f"{what} raises"
         for what, value in finding.excused.items()
     )
+
+
+def _table_row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _number(value: float | None) -> str:

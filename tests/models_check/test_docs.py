@@ -13,10 +13,10 @@ PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="ut
 
 
 def named() -> list[str]:
-    """Return the models by ways of storing, and the refused models."""
-    rows = [line for line in PAGE.splitlines() if line.startswith("- **")]
+    """Return the models in the table and the refused models."""
+    rows = [line for line in PAGE.splitlines() if line.startswith("| `")]
     refused = PAGE[PAGE.index("## Refused, or wrong") : PAGE.index("## As in stock")]
-    in_rows = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+    in_rows = [name for row in rows for name in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
     return in_rows + re.findall(r"^- `([^`]+)`", refused, re.MULTILINE)
 
 
@@ -30,14 +30,11 @@ def test_a_page_says_what_was_found() -> None:
     kept.differences, kept.excused = {"restored": 2e-7}, {"in a batch": 0.5}
     alike = Finding("qwen3", "equal", caches="1 full", reusable="by blocks", batching=batched)
     mixed = Finding("gemma3", "equal", caches="1 sliding 16, 1 full", reusable="70 of 87")
-    mixed.batching = "replies"
     wrong = Finding("mamba", "WRONG", "rewound: logits 1.0e+00 apart", caches="2 recurrent")
     text = page([kept, mixed, alike, wrong])
-    by_blocks = "full attention; resumes at a multiple of 256; prompts and replies in one batch"
-    assert f"- **{by_blocks}**: `llama`, `qwen3`\n" in text
-    windows = "full attention, sliding windows; resumes at a checkpoint; replies in one batch"
-    assert f"- **{windows}**: `gemma3`\n" in text
-    assert "**: `mamba`" not in text
+    assert "| `llama`, `qwen3` | full attention | a multiple of 256 | prompts and replies |" in text
+    assert "| `gemma3` | full attention, sliding windows | a checkpoint |  |" in text
+    assert "| `mamba`" not in text
     assert "The largest difference of an equal model is 2e-07." in " ".join(text.split())
     assert "- `llama`: in a batch 5e-01." in text
     assert "- `mamba`: rewound: logits 1.0e+00 apart." in text
