@@ -212,7 +212,7 @@ def rm(args: argparse.Namespace) -> Report:
         {**content, "is_overwritten": is_overwritten},
         *(f"removed {name}" for name in names),
         f"freed {show_bytes(freed.n_bytes)}: {amount(freed)}",
-        "A server that runs now still has their blocks in RAM, and uses them until it is "
+        "A server that runs now still has their blocks in RAM, and may use them until it is "
         "restarted. While a server runs, delete on its page instead: the page also frees RAM.",
         *([] if is_overwritten else [reader]),
     )

@@ -295,9 +295,10 @@ class Index(Rows):
             key,
         )
 
-    def sessions_named(self, name: str) -> list[Session]:
-        """Return the sessions with this name, the most recently used first."""
-        return self._sessions("name = ? ORDER BY used DESC", name)
+    def sessions_named(self, *names: str) -> list[Session]:
+        """Return the sessions with these names; of each name the most recently used first."""
+        query = f"{_SESSIONS} name IN (VALUES {{}}) ORDER BY used DESC"
+        return read_sessions(self.ask_in(query, zip(names)))
 
     def session_of(self, commit: Commit) -> Session | None:
         """Return the nearest session that ends in a block of the chain.

@@ -118,18 +118,21 @@ class StoredSessions:
         The session is the most recently used one of the request's name and namespace. Both fields
         are None without a session, and while the index cannot be read.
         """
+        newest: dict[tuple[str | None, str], Session] = {}
         with self._store.view.asked_once() as index:
-
-            @cache
-            def note(name: str | None, namespace: str) -> dict[str, str]:
-                named = index.sessions_named(name) if name else []
-                found = (one for one in named if index.namespace(one) == namespace)
-                return next((index.state.note(one.id, with_text=with_text) for one in found), {})
-
-            notes = [note(record["session"], record["namespace"]) for record in records]
+            root = cache(index.root)
+            for session in index.sessions_named(*{r["session"] for r in records if r["session"]}):
+                if (known := root(session.root)) is not None:
+                    newest.setdefault((session.name, known.namespace), session)
+            wanted = {(record["session"], record["namespace"]) for record in records}
+            notes = {
+                key: index.state.note(newest[key].id, with_text=with_text)
+                for key in wanted & newest.keys()
+            }
         return [
             {**record, **{name: note.get(name) or None for name in ("title", "words")}}
-            for record, note in zip(records, notes, strict=True)
+            for record in records
+            for note in [notes.get((record["session"], record["namespace"]), {})]
         ]
 
     def select(

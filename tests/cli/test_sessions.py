@@ -234,7 +234,7 @@ def test_rm_all_wants_yes(run: CommandLine, capsys: pytest.CaptureFixture[str]) 
         assert end.value.code == 2
     assert len(run.ids()) == 3
     *_, last = run.in_terminal(80, "sessions", "rm", "--all", "--yes")
-    assert last.startswith("A server that runs now still has their blocks in RAM, and uses them")
+    assert last.startswith("A server that runs now still has their blocks in RAM, and may")
     assert run.ids() == {} and block_files(run.folder) == {}
 
 

@@ -629,7 +629,7 @@ def test_no_text_is_shown_that_may_not_be(
         server.chat([{"role": "user", "content": "Refactor it"}], "s", max_tokens=4)
         wait_for_reply(server)
         assert session(server, "s")["words"] is None
-        for path in (SESSIONS, f"{SESSIONS}?find=refactor"):
+        for path in (SESSIONS, f"{SESSIONS}?find=refactor", "/v1/kvpersist/requests"):
             assert b"Refactor" not in server.request("GET", path)[2]
         found = json.loads(server.request("GET", f"{SESSIONS}?find=refactor")[2])
         assert found["sessions"] == [] and found["total"] == 0

@@ -275,7 +275,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="prompt_cache",
         target="mlx_lm.server:LRUPromptCache",
-        why="Plugins give and save prompt caches; a fetch that leaves no token ends the server.",
+        why="Plugins give and save prompt caches; in stock, a full match ends the server.",
         expect=(
             Overrides("LRUPromptCache", PluginPromptCache, ("fetch_nearest_cache", "insert_cache")),
         ),
