@@ -118,7 +118,7 @@ def page(findings: Sequence[Finding]) -> str:
         "## Refused, or wrong\n",
         *(reasons or ["None."]),
         "\n## As in stock\n",
-        "In these comparisons stock's own caches show differences, too. *Live* is the first "
+        "For these models, stock's own caches differ, too. *Live* is the first "
         "comparison above,\n*cut anywhere* the fourth. The numbers are shares of the range of "
         "log-probabilities:\n",
         *(excused or ["None."]),
