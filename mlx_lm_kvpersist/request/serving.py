@@ -193,8 +193,8 @@ class Serving:
 
     `record` logs and stores the outcome of a request. `isolated`: whether sessions share nothing.
     `step_s`: how long a waiting request may work between two steps of the replies. `computing`: the
-    requests in prefill, and those that left prefill since the last request entered. `known`: weak
-    references to all requests that were looked up.
+    requests in prefill, and the requests that left prefill since the last request entered.
+    `known`: weak references to all requests that were looked up.
     """
 
     store: BlockStore
@@ -559,8 +559,8 @@ def awaits_another(
 ) -> bool:
     """Whether a prompt should wait for blocks that another request is computing.
 
-    n_shared: how many of the prompt's tokens each other request will store. O(`others`), and
-        O(ids) for each request that `n_shared` does not contain yet.
+    n_shared: how many of the prompt's tokens each other request will store. The cost is
+        O(requests), and O(ids) for each request that `n_shared` does not contain yet.
     """
     for other in others:
         sequence = other.sequence

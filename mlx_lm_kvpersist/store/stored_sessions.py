@@ -118,13 +118,13 @@ class StoredSessions:
         The session is the most recently used one of the request's name and namespace. Both fields
         are None without a session, and while the index cannot be read.
         """
+        wanted = {(record["session"], record["namespace"]) for record in records}
         newest: dict[tuple[str | None, str], Session] = {}
         with self._store.view.asked_once() as index:
-            root = cache(index.root)
-            for session in index.sessions_named(*{r["session"] for r in records if r["session"]}):
-                if (known := root(session.root)) is not None:
-                    newest.setdefault((session.name, known.namespace), session)
-            wanted = {(record["session"], record["namespace"]) for record in records}
+            root_of = cache(index.root)
+            for session in index.sessions_named(*{name for name, _ in wanted if name}):
+                if root := root_of(session.root):
+                    newest.setdefault((session.name, root.namespace), session)
             notes = {
                 key: index.state.note(newest[key].id, with_text=with_text)
                 for key in wanted & newest.keys()

@@ -78,7 +78,7 @@ def test_the_formula_is_plausible_for_every_architecture(name: str) -> None:
     try:
         memory, spec = told(model)
     except ModelNotSupported as error:
-        pytest.skip(f"the model is not kept: {error}")
+        pytest.skip(f"the model is refused: {error}")
     caches = spec.make_cache()
     taken = computed(model, caches, 512)
     assert taken / 3 < memory.peak_bytes(512, 0) < 8 * taken
