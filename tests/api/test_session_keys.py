@@ -161,6 +161,7 @@ def test_what_people_know_a_conversation_by() -> None:
         ("word " * 1000, "word " * 23 + "word…"),
         ("w" * 120 + " ", "w" * 120),
         ("w" * 121, "w" * 119 + "…"),
+        ("a  b " * 20, "a b " * 19 + "a b"),
         ("a" + " " * 600 + "b", "a b"),
     ):
         assert note(headers, [{"role": "user", "content": text}])["words"] == words

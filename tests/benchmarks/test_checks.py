@@ -168,6 +168,20 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return answers
 
 
+def test_settle_waits_for_the_queue_and_for_the_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stats(tasks: int, written: int) -> dict[str, Any]:
+        disk = {"disk": {"written_bytes": written}}
+        return {"store": {"tiers": disk, "turns_saved": 0, "queue": {"tasks": tasks}}}
+
+    answers = iter([stats(1, 10), stats(1, 10), stats(0, 20), stats(0, 20), stats(0, 30)])
+    monkeypatch.setattr(servers, "_QUIET_S", 0.0)
+    monkeypatch.setattr(BenchmarkServer, "get", lambda self, path: next(answers))
+    BenchmarkServer(tmp_path, SIDES[OURS], tmp_path).settle()
+    assert list(answers) == [stats(0, 30)]
+
+
 EVERY_BENCHMARK = pytest.mark.parametrize("name", MEASURED)
 
 
