@@ -26,7 +26,7 @@ both factors are padded, or multiplied by the same orthonormal matrix.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
@@ -69,8 +69,8 @@ class PackedKV:
     `buffers` are the cache's own, with spare room after the first `n_tokens`. `newest` are the last
     tokens [B, H, n, D] in full precision: the queries' tokens, and some of the `n_own` earlier
     tokens in the first query's block of the grid; the rest of that block is packed. If rows differ
-    in `n_own`, each row has one query: `n_own` is then the largest number of any row, and rows with
-    fewer tokens have zeros in front of them.
+    in `n_own`, each row has one query: `n_own` is then the largest number of any row. `is_padded`:
+    some rows of `newest` have zeros in front, in the place of tokens that are packed.
     """
 
     buffers: Packed
@@ -82,6 +82,7 @@ class PackedKV:
     tile_bytes: int = MAX_DEQUANTIZED_BYTES
     is_computed: bool = False
     """Whether `newest` has every token: the first block of the grid is never read packed."""
+    is_padded: bool = False
 
     def attend(self, queries: mx.array, values: PackedKV, scale: float, mask: Mask) -> mx.array:
         """Return the attention of `queries` over these keys and `values`."""
@@ -113,32 +114,33 @@ class PackedKV:
         capacity = self.buffers[0].shape[2]
         return capacity if (capacity - self.n_tokens) * 4 <= capacity else self.n_tokens
 
-    def dequantized(
-        self, rows: slice, heads: slice, tokens: slice, after: mx.array | None, dtype: mx.Dtype
-    ) -> mx.array:
-        """Dequantize a part, without undoing its rotation, but not before `after` is computed."""
-        weights, *scales_and_biases = (x[rows, heads, tokens] for x in self.buffers)
+    def tile(self, rows: slice, heads: slice, after: mx.array | None) -> PackedKV:
+        """Return some rows and heads, which are dequantized only when `after` is computed."""
+        weights, scales, biases = (x[rows, heads] for x in self.buffers)
         if after is not None:
             # Otherwise MLX could dequantize every tile before it uses the first tile.
             (weights,) = mx.depends([weights], [after])
-        return pk.dequantize((weights, *scales_and_biases), self.quantization, dtype)
+        return replace(self, buffers=(weights, scales, biases), newest=self.newest[rows, heads])
 
-    def computed(self, rows: slice, heads: slice, first: int, last: int) -> mx.array:
+    def dequantized(self, start: int, stop: int, dtype: mx.Dtype) -> mx.array:
+        """Dequantize tokens [start, stop), without undoing their rotation."""
+        is_whole = (start, stop) == (0, self.buffers[0].shape[2])
+        packed = self.buffers if is_whole else pk.each(lambda x: x[:, :, start:stop], self.buffers)
+        return pk.dequantize(packed, self.quantization, dtype)
+
+    def computed(self, first: int, last: int) -> mx.array:
         """Return tokens [first, last) in full precision."""
         before = self.n_tokens - self.newest.shape[2]
-        return self.newest[rows, heads, first - before : last - before]
+        return self.newest[:, :, first - before : last - before]
 
-    def placed(
-        self, packed: mx.array, own: mx.array, at: tuple[Any, ...], spans: Sequence[_Span]
-    ) -> mx.array:
-        """Return keys, values or scores `packed` with the span's own block at position `at`, as
-        its queries see it.
+    def placed(self, packed: mx.array, own: mx.array, at: tuple[Any, ...]) -> mx.array:
+        """Return keys, values or scores `packed` with a span's own block at position `at`, as its
+        queries see it.
 
-        A single span may have several rows: each token is in `packed` or in `own`, and the other
-        array has zeros for it. A single row has all of the block's tokens in `own`. If there are
-        several spans, the block may be packed. No slice of `packed` is taken: MLX would copy it.
+        If rows are padded, each token is in `packed` or in `own`, and the other array has zeros for
+        it. No slice of `packed` is taken: MLX would copy it.
         """
-        if len(spans) == 1 and self.newest.shape[0] > 1:
+        if self.is_padded:
             return packed.at[at].add(own)
         packed[at] = own
         return packed
@@ -154,60 +156,67 @@ def dequantized_attention(
 ) -> mx.array:
     """Dequantize and run the fused kernel, as mlx-lm does with full precision.
 
-    A tile has at most `tile_bytes`: some heads or some rows, at least one head of one row.
+    With `tile_bytes`, a tile has at most this number of bytes: some heads or some rows, at least
+    one head of one row.
     """
-    n_rows, n_heads = queries.shape[:2]
-    n_kv_heads, n_keys = keys.newest.shape[1], keys.n_to_read
-    n_repeats, n_at_once = n_heads // n_kv_heads, n_rows * n_kv_heads
-    if tile_bytes is not None:
-        # The number of numbers in one token's dequantized key and value of one head.
-        n_numbers = sum(x.buffers[1].shape[3] * x.quantization.group_size for x in (keys, values))
-        n_at_once = tile_bytes // max(1, n_keys * n_numbers * queries.dtype.size)
     queries = pk.prepared(queries, keys.quantization)
+    if tile_bytes is None:
+        out = _fused(queries, keys, values, scale, mask)
+    else:
+        out = _tiled(queries, keys, values, scale, mask, tile_bytes)
+    return pk.as_it_came(out, values.quantization)
+
+
+def _tiled(
+    queries: mx.array, keys: PackedKV, values: PackedKV, scale: float, mask: Mask, tile_bytes: int
+) -> mx.array:
+    """Call `_fused` for one tile after another."""
+    n_rows, n_heads = queries.shape[:2]
+    n_kv_heads = keys.newest.shape[1]
+    # The number of numbers in one token's dequantized key and value of one head.
+    n_numbers = sum(x.buffers[1].shape[3] * x.quantization.group_size for x in (keys, values))
+    n_at_once = tile_bytes // max(1, keys.n_to_read * n_numbers * queries.dtype.size)
+    n_repeats = n_heads // n_kv_heads
     last: mx.array | None = None
     rows_out: list[mx.array] = []
     for rows in _slices(0, n_rows, max(1, n_at_once // n_kv_heads)):
         heads_out: list[mx.array] = []
         for heads in _slices(0, n_kv_heads, max(1, n_at_once)):
             query_heads = slice(heads.start * n_repeats, heads.stop * n_repeats)
+            tiles = (x.tile(rows, heads, last) for x in (keys, values))
             tile_mask = _part(mask, rows, query_heads)
-            block = queries[rows, query_heads]
-            last = _fused(block, keys, values, (rows, heads), scale, tile_mask, last)
+            last = _fused(queries[rows, query_heads], *tiles, scale, tile_mask)
             heads_out.append(last)
         rows_out.append(mx.concatenate(heads_out, axis=1))
-    return pk.as_it_came(mx.concatenate(rows_out, axis=0), values.quantization)
+    return mx.concatenate(rows_out, axis=0)
 
 
 def _fused(
-    queries: mx.array,
-    keys: PackedKV,
-    values: PackedKV,
-    where: tuple[slice, slice],
-    scale: float,
-    mask: Mask,
-    after: mx.array | None,
+    queries: mx.array, keys: PackedKV, values: PackedKV, scale: float, mask: Mask
 ) -> mx.array:
-    """Dequantize the rows and key heads `where` and run the fused kernel, span after span.
+    """Dequantize and run the fused kernel, span after span.
 
     Queries and results are rotated and padded. First, the tokens of all spans are put in place in
     full precision. After each span, its tokens are overwritten by their quantized values.
     """
-    spans = keys.spans(queries.shape[2], mask)
+    n_queries, dtype = queries.shape[2], queries.dtype
+    spans = keys.spans(n_queries, mask)
     first, last = spans[0].first, keys.n_tokens
-    is_padded = queries.shape[2] > 1 and mask == "causal" and builds_for_each_length()
-    is_whole = queries.shape[2] <= _FEW and not is_padded
-    n_read = keys.n_to_read if is_whole else last
+    is_padded = n_queries > 1 and mask == "causal" and builds_for_each_length()
+    n_read = keys.n_to_read if n_queries <= _FEW and not is_padded else last
     n_more = -last % PADDED_TOKENS if is_padded else 0
     keys_and_values, rounded = [], []
     for x in (keys, values):
-        array = x.dequantized(*where, slice(n_read), after, queries.dtype)
+        array = x.dequantized(0, n_read, dtype)
         if n_more:
             array = mx.pad(array, [(0, 0), (0, 0), (0, n_more), (0, 0)])
         if len(spans) > 1:
-            rounded.append(x.dequantized(*where, slice(first, last), after, queries.dtype))
-        own = pk.prepared(x.computed(*where, first, last), x.quantization)
-        own_tokens = (..., slice(first, last), slice(None))
-        keys_and_values.append(x.placed(array, own, own_tokens, spans))
+            rounded.append(x.dequantized(first, last, dtype))
+        own = pk.prepared(x.newest, x.quantization)
+        keys_and_values.append(x.placed(array, own, (..., slice(first, last), slice(None))))
+    if len(spans) == 1:
+        own_mask = _causal(spans[0], last + n_more, dtype) if is_padded else mask
+        return _attended(queries, keys_and_values, last + n_more, scale, own_mask)
     out: list[mx.array] = []
     for done, span in zip([None, *spans], spans, strict=False):
         if done is not None:
@@ -216,20 +225,21 @@ def _fused(
             for array, older in zip(keys_and_values, rounded, strict=True):
                 array[:, :, done.first : done.last] = older[:, :, done_tokens]
         own_queries = slice(span.start, span.stop)
-        span_mask, n_seen = mask, last + n_more if is_padded else span.last
         if is_padded:
-            span_mask = _causal(span, n_seen, queries.dtype)
-        elif len(spans) > 1:
-            span_mask = _part(mask, slice(None), slice(None), own_queries, slice(span.last))
-        out.append(
-            mx.fast.scaled_dot_product_attention(
-                queries[:, :, own_queries],
-                *(array[:, :, :n_seen] for array in keys_and_values),
-                scale=scale,
-                mask=span_mask,
-            )
-        )
+            n_seen, own_mask = last + n_more, _causal(span, last + n_more, dtype)
+        else:
+            n_seen = span.last
+            own_mask = _part(mask, slice(None), slice(None), own_queries, slice(span.last))
+        out.append(_attended(queries[:, :, own_queries], keys_and_values, n_seen, scale, own_mask))
     return mx.concatenate(out, axis=2)
+
+
+def _attended(
+    queries: mx.array, keys_and_values: Sequence[mx.array], n_seen: int, scale: float, mask: Mask
+) -> mx.array:
+    """Run the fused kernel over the first `n_seen` keys and values."""
+    keys, values = (x if x.shape[2] == n_seen else x[:, :, :n_seen] for x in keys_and_values)
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
 
 
 def builds_for_each_length() -> bool:
@@ -265,7 +275,6 @@ def packed_attention(
     """
     n_rows, n_heads, n_queries = queries.shape[:3]
     n_kv_heads, n_keys = keys.newest.shape[1], keys.n_tokens
-    every = slice(None)
     all_keys, all_values = keys.buffers, values.buffers
     # CUDA's quantized_matmul refuses slices. Spare tokens that are read are hidden.
     capacity = keys.n_to_read
@@ -289,8 +298,8 @@ def packed_attention(
         block, packable = (x.reshape(n_rows, n_kv_heads, -1, x.shape[3]) for x in (block, packable))
         scores = pk.matmul(packable, all_keys, keys.quantization, transpose=True)
         first, last = span.first, span.last
-        own = block @ keys.computed(every, every, first, last).swapaxes(-1, -2)
-        scores = keys.placed(scores, own, (..., slice(first, last)), spans)
+        own = block @ keys.computed(first, last).swapaxes(-1, -2)
+        scores = keys.placed(scores, own, (..., slice(first, last)))
         if mask is not None:
             scores = scores.reshape(n_rows, n_kv_heads, -1, n, capacity)
         scores = _hidden(scores, mask, n_queries, n_keys, at)
@@ -301,7 +310,7 @@ def packed_attention(
             weights[..., first:last] = 0
         out = pk.matmul(weights, all_values, values.quantization, transpose=False)
         out = pk.as_it_came(out, values.quantization)
-        out += own @ values.computed(every, every, first, last)
+        out += own @ values.computed(first, last)
         results.append(out.reshape(n_rows, n_heads, n, -1))
     return mx.concatenate(results, axis=2).astype(queries.dtype)
 

@@ -349,12 +349,12 @@ class PackedCache(Buffers):
         token_bytes = keys.shape[1] * width * keys.dtype.size
         n_tokens, most_own, tile_bytes = self.size(), max(n_own), plan.max_dequantized_bytes
         strategy = plan.choose(n_new, n_tokens, keys.shape[0], token_bytes)
-        is_computed = self.newest.lengths == self.lengths
-        is_computed &= self.newest.size() == n_tokens <= pk.GRID
-        fetched_keys, fetched_values = (
-            PackedKV(packed, side, n_tokens, newest, most_own, strategy, tile_bytes, is_computed)
-            for (packed, _, side), newest in zip(self._sides, self.newest.view(), strict=True)
-        )
+        is_computed = self.newest.size() == n_tokens <= pk.GRID
+        is_computed = is_computed and self.newest.lengths == self.lengths
+        how = most_own, strategy, tile_bytes, is_computed, any(self.newest._padding)
+        new_keys, new_values = self.newest.view()
+        fetched_keys = PackedKV(self.keys, key_side, n_tokens, new_keys, *how)
+        fetched_values = PackedKV(self.values, value_side, n_tokens, new_values, *how)
         if n_new > pk.GRID:
             self.forget()
         return fetched_keys, fetched_values

@@ -296,6 +296,7 @@ class _Layer:
                     rows(newest, factor),
                     _N_COMPUTED - n_queries,
                     strategy,
+                    is_padded=n_rows > 1,
                 )
                 for side, newest, (weights, scales, biases) in self.sides
             )
