@@ -16,7 +16,7 @@ ROOT = Root("fingerprint", "4b64")
 
 
 def chain(*blocks: list[int], parent: bytes = ROOT.key) -> list[Block]:
-    """Return the nodes of a conversation, one per list of ids."""
+    """Return the blocks of a conversation, one for each list of ids."""
     nodes: list[Block] = []
     start = 0
     for ids in blocks:
@@ -29,7 +29,7 @@ def chain(*blocks: list[int], parent: bytes = ROOT.key) -> list[Block]:
 
 
 def arrays_of(node: Block) -> dict[str, mx.array]:
-    """Return arrays that differ from all other nodes' arrays."""
+    """Return arrays that differ from the arrays of every other block."""
     seed = int.from_bytes(node.key[:4], "little")
     arrays = {
         "0.k.weights": mx.random.randint(0, 1 << 30, (2, 64, node.n_tokens, 128), mx.uint32),
@@ -40,15 +40,15 @@ def arrays_of(node: Block) -> dict[str, mx.array]:
 
 
 def leaves(index: Index) -> list[tuple[float, bytes]]:
-    """Return time of use and key of the leaf blocks of all models, the first to go first."""
-    found = heapq.merge(*(index.unused(model) for model in index.models()))
-    return [(used, key) for used, is_checkpoint, _, key, _ in found if not is_checkpoint]
+    """Return time of use and key of all leaf blocks, in the order of eviction."""
+    unused = heapq.merge(*(index.unused(model) for model in index.models()))
+    return [(used, key) for used, is_checkpoint, _, key, _ in unused if not is_checkpoint]
 
 
 def unused_checkpoints(index: Index) -> list[tuple[float, bytes]]:
-    """Return time of use and block of the checkpoints of all models, the first to go first."""
-    found = heapq.merge(*(index.unused(model) for model in index.models()))
-    return [(used, block) for used, is_checkpoint, _, _, block in found if is_checkpoint]
+    """Return time of use and block of all checkpoints, in the order of eviction."""
+    unused = heapq.merge(*(index.unused(model) for model in index.models()))
+    return [(used, block) for used, is_checkpoint, _, _, block in unused if is_checkpoint]
 
 
 def state(node: Block) -> Checkpoint:
@@ -57,12 +57,12 @@ def state(node: Block) -> Checkpoint:
 
 
 def window(node: Block) -> Checkpoint:
-    """Return the checkpoint with a block's tokens for layers that see 512."""
+    """Return the checkpoint with a block's tokens for layers with a window of 512."""
     return Checkpoint.at(node.key, "window-512", node.n_tokens)
 
 
 def arrays_of_checkpoint(checkpoint: Checkpoint) -> dict[str, mx.array]:
-    """Return arrays that differ from all other checkpoints' arrays, in dtypes of states."""
+    """Return arrays that no other checkpoint has, with the dtypes of states."""
     key = mx.random.key(int.from_bytes(checkpoint.key[:4], "little"))
     arrays = {
         "0.conv": mx.random.normal((2, 1, 3, 64), mx.bfloat16, key=key),
@@ -78,7 +78,7 @@ def checkpoint_files(folder: Path) -> set[str]:
 
 
 def names(*checkpoints: Checkpoint) -> set[str]:
-    """Return the names of these checkpoints' files."""
+    """Return the file names of these checkpoints."""
     return {f"{checkpoint.key.hex()}.safetensors" for checkpoint in checkpoints}
 
 
@@ -90,13 +90,13 @@ def save_turn(
     superseded: Sequence[Checkpoint] = (),
     **leaf: object,
 ) -> dict[bytes, dict[str, mx.array]]:
-    """Keep and write a whole turn; return the arrays of new blocks and checkpoints by key."""
+    """Commit and write a turn; return the arrays of new blocks and checkpoints by key."""
     content = {node.key: arrays_of(node) for node in nodes if node.key not in store}
     new = [(node, content[node.key]) for node in nodes if node.key in content]
     known = {
         checkpoint
-        for found in store.checkpoints([p.block for p in checkpoints]).values()
-        for checkpoint in found
+        for of_block in store.checkpoints([checkpoint.block for checkpoint in checkpoints]).values()
+        for checkpoint in of_block
     }
     new_checkpoints = [
         (checkpoint, arrays_of_checkpoint(checkpoint))

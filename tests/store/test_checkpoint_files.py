@@ -25,13 +25,13 @@ def write(folder: Path, checkpoint: Checkpoint = CHECKPOINT, root: Root = ROOT) 
     return checkpoint_path(folder, checkpoint.key)
 
 
-def test_a_key_covers_block_kind_and_tokens() -> None:
+def test_checkpoint_key_depends_on_block_kind_and_token_count() -> None:
     block = bytes(range(16))
-    places = [(block, "state", 0), (block, "state", 1), (block, "window-512", 0)]
-    assert len({Checkpoint.at(*place).key for place in (*places, (block[::-1], "state", 0))}) == 4
+    fields = [(block, "state", 0), (block, "state", 1), (block, "window-512", 0)]
+    assert len({Checkpoint.at(*each).key for each in (*fields, (block[::-1], "state", 0))}) == 4
 
 
-def test_reads_what_was_written(tmp_path: Path) -> None:
+def test_written_checkpoint_file_is_read_back_unchanged(tmp_path: Path) -> None:
     arrays = arrays_of_checkpoint(CHECKPOINT)
     size = write_block(checkpoint_path(tmp_path, CHECKPOINT.key), CHECKPOINT, ROOT, arrays)
     path = checkpoint_path(tmp_path, CHECKPOINT.key)
@@ -61,8 +61,8 @@ def test_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
     assert (path.read_bytes(), path.stat().st_ino) == before
 
 
-def test_states_come_in_any_form(tmp_path: Path) -> None:
-    """A transposed view, a slice, a scalar: the same values are read."""
+def test_non_contiguous_and_scalar_arrays_are_stored(tmp_path: Path) -> None:
+    """A transposed view, a slice and a scalar keep their values and checksum."""
     square = mx.arange(64, dtype=mx.bfloat16).reshape(8, 8)
     arrays = {
         "transposed": square.T,
@@ -79,7 +79,7 @@ def test_states_come_in_any_form(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("n_arrays", [0, 1, 200])
-def test_no_file_is_bigger_than_foretold(tmp_path: Path, n_arrays: int) -> None:
+def test_checkpoint_file_is_no_larger_than_predicted(tmp_path: Path, n_arrays: int) -> None:
     root = Root("f" * 64, "4b64", 'a "quoted" namespace\\' * 40, "s" * 64, model="/m/ü\n" * 200)
     names = [f"{'layer' * 10}.{n}" for n in range(n_arrays)]
     arrays = {name: mx.zeros((1, 2, 3, 4, 5)) for name in names}
@@ -88,13 +88,13 @@ def test_no_file_is_bigger_than_foretold(tmp_path: Path, n_arrays: int) -> None:
     assert size <= file_bytes(metadata_of(CHECKPOINT, root), arrays)
 
 
-def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+def test_flipped_bits_are_detected_or_change_nothing(tmp_path: Path) -> None:
     path = write(tmp_path)
     arrays = arrays_of_checkpoint(CHECKPOINT)
     content = path.read_bytes()
     header = 8 + int.from_bytes(content[:8], "little")
     positions = [*range(header), *range(header, len(content), len(content) // 200)]
-    n_found = 0
+    n_corrupt = 0
     for position in positions:
         flipped = bytearray(content)
         flipped[position] ^= 1 << position % 8
@@ -102,12 +102,12 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
         try:
             checkpoint, root, loaded = read_file(checkpoint_path(tmp_path, CHECKPOINT.key))
         except BlockCorrupt:
-            n_found += 1
+            n_corrupt += 1
             continue
-        # A flip in the header's padding changes nothing that anyone reads.
+        # A flip in the header's padding changes neither record nor arrays.
         assert (checkpoint, root) == (CHECKPOINT, ROOT), position
         assert checksum(loaded, {}) == checksum(arrays, {}), position
-    assert n_found > 0.9 * len(positions)
+    assert n_corrupt > 0.9 * len(positions)
 
 
 def test_a_truncated_file_is_corrupt(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_renamed_file_is_corrupt(tmp_path: Path) -> None:
         read_file(checkpoint_path(tmp_path, other.key))
 
 
-def test_a_missing_file_is_missing(tmp_path: Path) -> None:
+def test_reading_a_missing_file_raises_file_not_found(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         read_file(checkpoint_path(tmp_path, CHECKPOINT.key))
 
@@ -146,7 +146,7 @@ def test_a_missing_file_is_missing(tmp_path: Path) -> None:
         ("root", None),
     ],
 )
-def test_what_contradicts_itself_is_corrupt(tmp_path: Path, field: str, value: str | None) -> None:
+def test_inconsistent_metadata_is_corrupt(tmp_path: Path, field: str, value: str | None) -> None:
     metadata = metadata_of(CHECKPOINT, ROOT)
     del metadata[field]
     if value is not None:

@@ -1,4 +1,4 @@
-"""Checkpoints in a store: saved, found, replaced, evicted, and lost together with their block."""
+"""Checkpoints in a store: saving, lookup, replacement, eviction, and loss with their block."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ def reopened(store: BlockStore) -> BlockStore:
 
 
 def checkpoints_of(store: BlockStore, *nodes: Block) -> set[Checkpoint]:
-    found = store.checkpoints([node.key for node in nodes])
+    by_block = store.checkpoints([node.key for node in nodes])
     assert all(
         checkpoint.block == block
-        for block, checkpoints in found.items()
+        for block, checkpoints in by_block.items()
         for checkpoint in checkpoints
     )
-    return {checkpoint for checkpoints in found.values() for checkpoint in checkpoints}
+    return {checkpoint for checkpoints in by_block.values() for checkpoint in checkpoints}
 
 
 def check_holds(store: BlockStore, checkpoint: Checkpoint, tier: str) -> None:
-    """Assert that a checkpoint has the arrays that `arrays_of_checkpoint` made for it."""
+    """Assert that a tier has a checkpoint with the arrays of `arrays_of_checkpoint`."""
     loaded = store.reader.load(checkpoint, ROOT)
     assert loaded is not None and loaded.tier == tier
     expected = arrays_of_checkpoint(checkpoint)
@@ -62,7 +62,7 @@ def check_holds(store: BlockStore, checkpoint: Checkpoint, tier: str) -> None:
         assert mx.array_equal(loaded.arrays[name], array)
 
 
-def test_checkpoints_outlive_the_process(store: BlockStore) -> None:
+def test_saved_checkpoints_are_found_after_a_restart(store: BlockStore) -> None:
     nodes = chain([1, 2], [3])
     checkpoints = [window(nodes[0]), window(nodes[1]), state(nodes[1])]
     save_turn(store, nodes, "s", checkpoints)
@@ -90,17 +90,17 @@ def test_unwritten_checkpoints_are_found_in_ram(store: BlockStore) -> None:
     assert checkpoint_files(store.folder) == names(checkpoint)
 
 
-def test_blocks_without_checkpoints_have_none(store: BlockStore) -> None:
+def test_lookup_returns_only_blocks_that_have_checkpoints(store: BlockStore) -> None:
     nodes = chain(*([n] for n in range(1, 1200)))
     save_turn(store, nodes[:3], "s", [state(nodes[2])])
-    found = store.checkpoints([node.key for node in nodes])
-    assert found == {nodes[2].key: [state(nodes[2])]}
+    by_block = store.checkpoints([node.key for node in nodes])
+    assert by_block == {nodes[2].key: [state(nodes[2])]}
     assert store.checkpoints([]) == {}
 
 
-def test_blocks_of_more_than_one_statement(store: BlockStore) -> None:
+def test_lookup_takes_more_blocks_than_one_sql_statement(store: BlockStore) -> None:
     nodes = chain(*([n] for n in range(1, 1200)))
-    store.drain()  # the sweep would take rows without files for leftovers
+    store.drain()  # the first sweep would remove rows without files
     checkpoints = [window(node) for node in nodes]
     store.index.add_blocks(ROOT, [(checkpoint, 1) for checkpoint in checkpoints])
     assert checkpoints_of(store, *nodes) == set(checkpoints)
@@ -117,14 +117,16 @@ def test_blocks_of_more_than_one_statement(store: BlockStore) -> None:
         "UPDATE checkpoints SET key = x'00'",
     ],
 )
-def test_a_row_that_lies_is_not_believed(store: BlockStore, statement: str) -> None:
+def test_invalid_checkpoint_row_is_ignored_until_saved_again(
+    store: BlockStore, statement: str
+) -> None:
     (node,) = chain([1])
     save_turn(store, [node], "s", [state(node)])
     store.pool.clear()
     with closing(sqlite3.connect(store.folder / "index.sqlite")) as db, db:
         db.execute(statement)
     assert store.checkpoints([node.key]) == {}
-    # It is found again when a turn has saved it again.
+    # The checkpoint is found again after a turn has saved it.
     save_turn(store, [node], "s", [state(node)])
     again = reopened(store)
     assert checkpoints_of(again, node) == {state(node)}
@@ -135,8 +137,8 @@ def test_a_row_that_lies_is_not_believed(store: BlockStore, statement: str) -> N
 # Blocks without arrays.
 
 
-def test_blocks_without_arrays(store: BlockStore) -> None:
-    """If every layer is recurrent, blocks are only ids and text; the state has all of the cache."""
+def test_blocks_without_arrays_are_stored_and_verified(store: BlockStore) -> None:
+    """If every layer is recurrent, blocks are only ids and text; checkpoints have the caches."""
     nodes = chain([1, 2], [3])
     checkpoint = state(nodes[1])
     keys = tuple(node.key for node in nodes)
@@ -163,7 +165,9 @@ def test_blocks_without_arrays(store: BlockStore) -> None:
     again.close()
 
 
-def test_blocks_without_arrays_have_a_budget(tmp_path: Path, limits: StoreLimits) -> None:
+def test_blocks_without_arrays_count_towards_the_ram_budget(
+    tmp_path: Path, limits: StoreLimits
+) -> None:
     store = BlockStore(tmp_path / "store", replace(limits, max_ram_bytes=2000))
     nodes = chain(*(list(range(n, n + 30)) for n in range(100)))
     store.commit(Commit(ROOT, tuple(nodes)), [(node, {}) for node in nodes])
@@ -175,7 +179,7 @@ def test_blocks_without_arrays_have_a_budget(tmp_path: Path, limits: StoreLimits
 # Turns.
 
 
-def test_a_turn_writes_only_checkpoints_that_are_new(store: BlockStore) -> None:
+def test_turn_writes_only_new_checkpoints(store: BlockStore) -> None:
     nodes = chain([1], [2])
     checkpoint = state(nodes[1])
     save_turn(store, nodes, "s", [checkpoint])
@@ -187,7 +191,7 @@ def test_a_turn_writes_only_checkpoints_that_are_new(store: BlockStore) -> None:
     assert checkpoints_of(store, *longer) == {checkpoint, state(longer[2])}
 
 
-def test_a_checkpoint_for_a_block_that_is_on_disk(store: BlockStore) -> None:
+def test_commit_without_blocks_saves_a_checkpoint_of_a_stored_block(store: BlockStore) -> None:
     nodes = chain([1], [2])
     save_turn(store, nodes, "s")
     checkpoint = window(nodes[0])
@@ -200,19 +204,21 @@ def test_a_checkpoint_for_a_block_that_is_on_disk(store: BlockStore) -> None:
     again.close()
 
 
-def test_a_checkpoint_for_a_block_that_is_nowhere_is_left_out(store: BlockStore) -> None:
+def test_checkpoint_of_an_unstored_block_supersedes_nothing(
+    store: BlockStore,
+) -> None:
     nodes = chain([1], [2])
     save_turn(store, nodes, "s", [state(nodes[0])])
-    (elsewhere,) = chain([9])
-    save_turn(store, nodes, "s", [window(nodes[1]), state(elsewhere)], [state(nodes[0])])
+    (unstored,) = chain([9])
+    save_turn(store, nodes, "s", [window(nodes[1]), state(unstored)], [state(nodes[0])])
     assert checkpoint_files(store.folder) == names(state(nodes[0]), window(nodes[1]))
-    assert checkpoints_of(store, nodes[0]) == {state(nodes[0])}, "superseded by nothing stored"
+    assert checkpoints_of(store, nodes[0]) == {state(nodes[0])}, "superseded"
     again = reopened(store)
-    assert checkpoints_of(again, elsewhere) == set()
+    assert checkpoints_of(again, unstored) == set()
     again.close()
 
 
-def test_what_is_superseded_goes_with_the_commit(store: BlockStore) -> None:
+def test_commit_deletes_superseded_checkpoints_in_ram_and_on_disk(store: BlockStore) -> None:
     nodes = chain([1], [2])
     save_turn(store, nodes, "s", [state(nodes[1]), window(nodes[1])])
     longer = chain([1], [2], [3])
@@ -231,9 +237,9 @@ def test_a_checkpoint_does_not_supersede_itself(store: BlockStore) -> None:
     check_holds(store, state(node), "ram")
 
 
-@pytest.mark.parametrize("failing", ["commit", "put_session", "folder"])
+@pytest.mark.parametrize("failing_step", ["commit", "put_session", "folder"])
 def test_a_failed_turn_supersedes_nothing(
-    store: BlockStore, monkeypatch: pytest.MonkeyPatch, failing: str
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch, failing_step: str
 ) -> None:
     nodes = chain([1], [2])
     save_turn(store, nodes, "s", [state(nodes[1])])
@@ -245,7 +251,7 @@ def test_a_failed_turn_supersedes_nothing(
 
     new = checkpoint_path(store.folder, state(longer[2]).key)
     with monkeypatch.context() as patch:
-        if failing == "folder":
+        if failing_step == "folder":
             new.parent.mkdir(exist_ok=True)
             real = os.replace
 
@@ -256,7 +262,7 @@ def test_a_failed_turn_supersedes_nothing(
 
             patch.setattr(os, "replace", replace)
         else:
-            patch.setattr(Index, failing, fail)
+            patch.setattr(Index, failing_step, fail)
         save_turn(store, longer, "s", [state(longer[2])], [state(nodes[1])])
     assert store.turns_not_saved == 1
     assert {path: path.read_bytes() for path in store.folder.glob("*/*/*")} == before
@@ -268,16 +274,16 @@ def test_a_failed_turn_supersedes_nothing(
     assert checkpoint_files(store.folder) == names(state(longer[2]))
 
 
-def test_a_waiting_turn_keeps_what_another_supersedes(store: BlockStore) -> None:
-    """Two branches: the second continues from the state that the first supersedes."""
+def test_waiting_turn_keeps_a_checkpoint_that_another_turn_supersedes(store: BlockStore) -> None:
+    """The second branch continues from the checkpoint that the first branch supersedes."""
     nodes = chain([1], [2])
     old = state(nodes[1])
     save_turn(store, nodes, "s", [old])
-    one, two = chain([1], [2], [3]), chain([1], [2], [4])
+    first, second = chain([1], [2], [3]), chain([1], [2], [4])
     with writer_held(store):
         for branch, checkpoints, superseded in (
-            (one, (state(one[2]),), (old,)),
-            (two, (old, state(two[2])), ()),
+            (first, (state(first[2]),), (old,)),
+            (second, (old, state(second[2])), ()),
         ):
             new = [(branch[2], arrays_of(branch[2]))]
             new_checkpoints = [
@@ -288,12 +294,12 @@ def test_a_waiting_turn_keeps_what_another_supersedes(store: BlockStore) -> None
             turn = Commit(ROOT, tuple(branch), checkpoints=checkpoints, superseded=superseded)
             store.commit(turn, [*new, *new_checkpoints])
     again = reopened(store)
-    assert checkpoints_of(again, *one, *two) == {old, state(one[2]), state(two[2])}
+    assert checkpoints_of(again, *first, *second) == {old, state(first[2]), state(second[2])}
     check_holds(again, old, "disk")
     again.close()
 
 
-def test_a_replaced_tail_takes_its_checkpoints_along(store: BlockStore) -> None:
+def test_checkpoints_of_a_replaced_last_block_are_deleted(store: BlockStore) -> None:
     head, tail = chain([1], [2, 3])
     save_turn(store, [head, tail], "s", [state(head), state(tail), window(tail)])
     longer = chain([1], [2, 3, 4])
@@ -303,10 +309,10 @@ def test_a_replaced_tail_takes_its_checkpoints_along(store: BlockStore) -> None:
     assert checkpoints_of(store, head, tail, *longer) == {state(head), state(longer[1])}
 
 
-def test_what_a_turn_takes_the_place_of_goes_in_its_transaction(
+def test_replaced_rows_are_deleted_in_the_transaction_of_the_turn(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that is killed right after it leaves files without rows, which are swept."""
+    """A kill right after the transaction leaves files without rows; a restart removes them."""
     head, tail = chain([1], [2, 3])
     save_turn(store, [head, tail], "s", [state(head), state(tail)])
     longer = chain([1], [2, 3, 4])
@@ -327,12 +333,12 @@ def test_what_a_turn_takes_the_place_of_goes_in_its_transaction(
     again.close()
 
 
-def test_too_much_that_waits_counts_checkpoints(store: BlockStore) -> None:
-    one, two = chain([1]), chain([2])
-    content = arrays_of_checkpoint(state(one[0]))
+def test_limit_of_waiting_bytes_counts_checkpoints(store: BlockStore) -> None:
+    first, second = chain([1]), chain([2])
+    content = arrays_of_checkpoint(state(first[0]))
     store.writer.max_bytes = sum(array.nbytes for array in content.values()) * 3 // 2
     with writer_held(store):
-        for nodes in (one, two):
+        for nodes in (first, second):
             checkpoint = state(nodes[0])
             leaf = Leaf(None, nodes[-1].key, nodes[-1].stop)
             turn = Commit(ROOT, tuple(nodes), leaf, checkpoints=(checkpoint,))
@@ -340,17 +346,17 @@ def test_too_much_that_waits_counts_checkpoints(store: BlockStore) -> None:
                 turn, [*[(nodes[0], {})], *[(checkpoint, arrays_of_checkpoint(checkpoint))]]
             )
     assert store.turns_not_saved == 1
-    assert checkpoint_files(store.folder) == names(state(two[0]))
-    # It is in RAM, and may be evicted.
-    entry = store.pool.get(state(one[0]).key)
+    assert checkpoint_files(store.folder) == names(state(second[0]))
+    # The checkpoint of the dropped turn is in RAM, but not pinned.
+    entry = store.pool.get(state(first[0]).key)
     assert entry is not None and not entry.pins and not entry.is_stored
 
 
-# Room.
+# Eviction.
 
 
 def tight(store: BlockStore, n_bytes: int) -> DiskStore:
-    """Close a store and open its folder with a budget of `n_bytes` less than it has."""
+    """Close a store, and open its folder with a budget `n_bytes` below its size."""
     store.close()
     disk = DiskStore(store.folder, store.limits)
     max_disk_bytes = disk.used_bytes() - n_bytes
@@ -358,11 +364,11 @@ def tight(store: BlockStore, n_bytes: int) -> DiskStore:
     return disk
 
 
-def test_the_least_recently_used_goes_first_checkpoint_or_leaf(store: BlockStore) -> None:
+def test_least_recently_used_leaf_or_checkpoint_is_evicted_first(store: BlockStore) -> None:
     old, new = chain([1], [2]), chain([3], [4])
     save_turn(store, old, "old", [window(old[0])])
     save_turn(store, new, "new", [state(new[1])])
-    store.touch([old[1].key])  # as a chain without its checkpoint, which is now older than all else
+    store.touch([old[1].key])  # but not its checkpoint, which is now the oldest
     store.drain()
     disk = tight(store, 1)
     assert disk.make_room(0)
@@ -370,7 +376,7 @@ def test_the_least_recently_used_goes_first_checkpoint_or_leaf(store: BlockStore
     assert disk.index.totals().n_blocks == 4
     assert disk.gone.get(window(old[0]).key) is Gone.EVICTED
     assert not checkpoint_path(disk.folder, window(old[0]).key).exists()
-    # Then a leaf, which takes its checkpoints along.
+    # Next, a leaf is evicted with its checkpoint.
     disk.limits = replace(disk.limits, max_disk_bytes=disk.used_bytes() - 1)
     assert disk.make_room(0)
     assert new[1].key not in disk.index and disk.index.keys("checkpoints") == set()
@@ -379,7 +385,7 @@ def test_the_least_recently_used_goes_first_checkpoint_or_leaf(store: BlockStore
     disk.close()
 
 
-def test_at_one_age_the_end_of_a_conversation_goes_before_checkpoints(store: BlockStore) -> None:
+def test_leaf_is_evicted_before_checkpoints_of_the_same_age(store: BlockStore) -> None:
     nodes = chain([1], [2], [3])
     save_turn(store, nodes, "s", [state(nodes[0]), window(nodes[2])])
     disk = tight(store, 1)
@@ -389,34 +395,34 @@ def test_at_one_age_the_end_of_a_conversation_goes_before_checkpoints(store: Blo
     disk.close()
 
 
-def test_checkpoints_that_are_used_stay(store: BlockStore) -> None:
-    one, two = chain([1], [2]), chain([3], [4])
-    save_turn(store, one, "one", [state(one[0])])
-    save_turn(store, two, "two", [state(two[0])])
-    store.touch([one[1].key], [state(one[0])])
-    store.touch([two[1].key])
+def test_recently_used_checkpoint_stays_on_disk(store: BlockStore) -> None:
+    first, second = chain([1], [2]), chain([3], [4])
+    save_turn(store, first, "one", [state(first[0])])
+    save_turn(store, second, "two", [state(second[0])])
+    store.touch([first[1].key], [state(first[0])])
+    store.touch([second[1].key])
     store.drain()
     disk = tight(store, 1)
     assert disk.make_room(0)
-    assert disk.index.keys("checkpoints") == {state(one[0]).key}
+    assert disk.index.keys("checkpoints") == {state(first[0]).key}
     disk.close()
 
 
-def test_checkpoints_that_are_used_stay_in_ram(store: BlockStore) -> None:
+def test_recently_used_checkpoint_stays_in_ram(store: BlockStore) -> None:
     nodes = chain([1], [2])
     save_turn(store, nodes, "s", [state(node) for node in nodes])
     store.touch([nodes[0].key], [state(nodes[0])])
     used = [store.pool.get(key) for key in (nodes[0].key, state(nodes[0]).key)]
     store.pool.max_bytes = sum(entry.n_bytes for entry in used if entry is not None)
     store.pool.unpin([])
-    assert parts_in_ram(store, *nodes) == {state(nodes[0])}
+    assert checkpoints_in_ram(store, *nodes) == {state(nodes[0])}
 
 
-def parts_in_ram(store: BlockStore, *nodes: Block) -> set[Checkpoint]:
+def checkpoints_in_ram(store: BlockStore, *nodes: Block) -> set[Checkpoint]:
     return set(store.pool.checkpoints(node.key for node in nodes))
 
 
-def test_checkpoints_of_pinned_sessions_stay(store: BlockStore) -> None:
+def test_checkpoints_of_pinned_sessions_are_not_evicted(store: BlockStore) -> None:
     pinned, other = chain([1], [2]), chain([1], [3], [4])
     save_turn(store, pinned, "pinned", [window(pinned[0]), state(pinned[1])])
     save_turn(store, other, "other", [state(other[1]), state(other[2])])
@@ -430,25 +436,25 @@ def test_checkpoints_of_pinned_sessions_stay(store: BlockStore) -> None:
     disk.close()
 
 
-def test_checkpoints_of_waiting_turns_stay(store: BlockStore) -> None:
-    one, two = chain([1], [2]), chain([3])
-    save_turn(store, one, "one", [state(one[0]), state(one[1])])
-    save_turn(store, two, "two", [state(two[0])])
+def test_checkpoints_of_waiting_turns_are_not_evicted(store: BlockStore) -> None:
+    first, second = chain([1], [2]), chain([3])
+    save_turn(store, first, "one", [state(first[0]), state(first[1])])
+    save_turn(store, second, "two", [state(second[0])])
     with writer_held(store):
-        # Checkpoints of blocks of the turn, and of a block that is not in it.
-        store.commit(Commit(ROOT, tuple(one[:1]), checkpoints=(state(one[0]),)), [])
-        store.commit(Commit(ROOT, (), checkpoints=(window(one[1]),)), [])
+        # The first commit has the block of its checkpoint; the second commit does not.
+        store.commit(Commit(ROOT, tuple(first[:1]), checkpoints=(state(first[0]),)), [])
+        store.commit(Commit(ROOT, (), checkpoints=(window(first[1]),)), [])
         keep = {key for commit in store.writer.commits() for key in commit.keys()}
-    assert keep == {*(node.key for node in one), state(one[0]).key, window(one[1]).key}
+    assert keep == {*(node.key for node in first), state(first[0]).key, window(first[1]).key}
     disk = tight(store, 1)
     disk.limits = replace(disk.limits, max_disk_bytes=0)
     assert not disk.make_room(0, keep=keep)
-    assert disk.index.keys() == {node.key for node in one}
-    assert disk.index.keys("checkpoints") == {state(one[0]).key}
+    assert disk.index.keys() == {node.key for node in first}
+    assert disk.index.keys("checkpoints") == {state(first[0]).key}
     disk.close()
 
 
-def test_checkpoints_fit_into_the_budget_or_are_not_written(tmp_path: Path) -> None:
+def test_checkpoints_never_exceed_the_disk_budget(tmp_path: Path) -> None:
     limits = StoreLimits(max_ram_bytes=4 << 20, max_disk_bytes=600 << 10)
     store = BlockStore(tmp_path / "store", limits)
     for n in range(12):
@@ -481,7 +487,7 @@ def damage(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_a_checkpoint_that_cannot_be_trusted_goes_to_quarantine(
+def test_damaged_checkpoint_is_quarantined_and_can_be_saved_again(
     store: BlockStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     (node,) = chain([1])
@@ -492,7 +498,7 @@ def test_a_checkpoint_that_cannot_be_trusted_goes_to_quarantine(
     damage(path)
     with writer_held(store):
         assert store.reader.load(checkpoint, ROOT) is None
-        assert checkpoints_of(store, node) == {other}, "it is offered again"
+        assert checkpoints_of(store, node) == {other}, "the damaged checkpoint is found again"
     assert f"checkpoint {checkpoint.key.hex()} goes to quarantine" in caplog.text
     assert store.blocks_quarantined == 1
     assert not path.exists() and store.disk.gone.get(checkpoint.key) is Gone.QUARANTINED
@@ -500,7 +506,7 @@ def test_a_checkpoint_that_cannot_be_trusted_goes_to_quarantine(
         ".json",
         ".safetensors",
     ]
-    # The block and its other checkpoint are as they were; the checkpoint can be saved again.
+    # The block and its other checkpoint are intact; the damaged checkpoint can be saved again.
     check_holds(store, other, "disk")
     assert store.reader.load(node, ROOT) is not None
     save_turn(store, [node], "s", [checkpoint])
@@ -508,33 +514,33 @@ def test_a_checkpoint_that_cannot_be_trusted_goes_to_quarantine(
     check_holds(store, checkpoint, "disk")
 
 
-def test_what_goes_to_quarantine_is_gone_while_it_goes(
+def test_lookup_omits_records_that_are_being_quarantined(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The writer removes its row after a lookup has read it, and before the lookup's answer."""
+    """The writer removes the row after a lookup has read it, and before the lookup returns."""
     (node,) = chain([1])
     save_turn(store, [node], "s", [state(node)])
-    asked: list[tuple[Callable[[], set[Any]], Record]] = [
+    lookups: list[tuple[Callable[[], set[Any]], Record]] = [
         (lambda: checkpoints_of(store, node), state(node)),
         (lambda: set(store.children(ROOT.key)), node),
     ]
     read = store.view.ask
-    for ask, block in asked:
-        may_go = hold(store.writer)
-        store.lose(block, "canary")
+    for look_up, record in lookups:
+        may_remove = hold(store.writer)
+        store.lose(record, "canary")
 
-        def read_and_let_go(*args: Any, may_go: Any = may_go, **types: Any) -> Any:
-            found = read(*args, **types)
-            may_go.set()
+        def read_and_remove(*args: Any, may_remove: Any = may_remove, **types: Any) -> Any:
+            rows = read(*args, **types)
+            may_remove.set()
             store.drain()
-            return found
+            return rows
 
-        monkeypatch.setattr(store.view, "ask", read_and_let_go)
-        assert ask() == set()
-        assert may_go.is_set()
+        monkeypatch.setattr(store.view, "ask", read_and_remove)
+        assert look_up() == set()
+        assert may_remove.is_set()
 
 
-def test_a_checkpoint_in_ram_that_fails_a_canary_goes_to_quarantine(
+def test_checkpoint_in_ram_that_fails_a_canary_is_quarantined(
     store: BlockStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     (node,) = chain([1])
@@ -546,7 +552,7 @@ def test_a_checkpoint_in_ram_that_fails_a_canary_goes_to_quarantine(
     assert f"checkpoint {state(node).key.hex()} goes to quarantine: canary" in caplog.text
 
 
-def test_a_block_in_quarantine_takes_its_checkpoints_along(store: BlockStore) -> None:
+def test_checkpoints_of_a_quarantined_block_are_removed(store: BlockStore) -> None:
     nodes = chain([1], [2])
     save_turn(store, nodes, "s", [state(nodes[0]), state(nodes[1])])
     store.lose(nodes[1], "canary")
@@ -557,7 +563,7 @@ def test_a_block_in_quarantine_takes_its_checkpoints_along(store: BlockStore) ->
     assert checkpoint_files(store.folder) == names(state(nodes[0]))
 
 
-def test_a_checkpoint_whose_file_is_gone(
+def test_checkpoint_with_a_missing_file_is_removed_from_the_index(
     store: BlockStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     (node,) = chain([1])
@@ -572,23 +578,23 @@ def test_a_checkpoint_whose_file_is_gone(
     assert not (store.folder / "quarantine").exists()
 
 
-def test_swapped_checkpoints(store: BlockStore) -> None:
-    """Whole files, right checksums, wrong names."""
+def test_swapped_checkpoint_files_are_not_loaded(store: BlockStore) -> None:
+    """The files and their checksums are intact, but each has the other's name."""
     nodes = chain([1], [2])
     checkpoints = [state(node) for node in nodes]
     save_turn(store, nodes, "s", checkpoints)
     store.pool.clear()
-    one, two = (checkpoint_path(store.folder, checkpoint.key) for checkpoint in checkpoints)
-    content = one.read_bytes()
-    one.write_bytes(two.read_bytes())
-    two.write_bytes(content)
+    first, second = (checkpoint_path(store.folder, checkpoint.key) for checkpoint in checkpoints)
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
     for checkpoint in checkpoints:
         assert store.reader.load(checkpoint, ROOT) is None
     store.drain()
     assert checkpoint_files(store.folder) == set()
 
 
-def test_a_checkpoint_of_another_model(store: BlockStore) -> None:
+def test_checkpoint_of_another_model_is_not_loaded(store: BlockStore) -> None:
     (node,) = chain([1])
     checkpoint = state(node)
     save_turn(store, [node], "s", [checkpoint])
@@ -606,26 +612,26 @@ def test_a_checkpoint_of_another_model(store: BlockStore) -> None:
     assert checkpoint_files(store.folder) == set()
 
 
-def test_a_checkpoint_that_another_process_removes(
+def test_checkpoint_removed_by_another_process_is_not_quarantined(
     store: BlockStore, limits: StoreLimits, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two stores on one folder: the other store loads None; then it can be written again."""
+    """Two stores share a folder. The first store loads None, and still saves later turns."""
     nodes = chain([1], [2])
     save_turn(store, nodes, "s", [state(nodes[1])])
     store.pool.clear()
-    (offered,) = checkpoints_of(store, nodes[1])
+    (removed,) = checkpoints_of(store, nodes[1])
     other = BlockStore(store.folder, limits)
     longer = chain([1], [2], [3])
-    save_turn(other, longer, "s", [state(longer[2])], [offered])
+    save_turn(other, longer, "s", [state(longer[2])], [removed])
     with caplog.at_level(logging.WARNING):
-        assert store.reader.load(offered, ROOT) is None
+        assert store.reader.load(removed, ROOT) is None
     store.drain()
     assert store.blocks_quarantined == 0 and not store._failures
     assert checkpoints_of(store, *longer) == {state(longer[2])}
     check_holds(store, state(longer[2]), "disk")
-    # A turn that continues from it is still saved, without it.
+    # A turn that continues from the removed checkpoint is saved without it.
     branch = chain([1], [2], [4])
-    turn = Commit(ROOT, tuple(branch), checkpoints=(offered, state(branch[2])))
+    turn = Commit(ROOT, tuple(branch), checkpoints=(removed, state(branch[2])))
     new = [(branch[2], arrays_of(branch[2]))]
     store.commit(turn, [*new, *[(state(branch[2]), arrays_of_checkpoint(state(branch[2])))]])
     store.drain()
@@ -633,7 +639,7 @@ def test_a_checkpoint_that_another_process_removes(
     other.close()
 
 
-def test_a_checkpoint_that_goes_while_it_is_read(
+def test_checkpoint_removed_during_a_read_is_not_quarantined(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (node,) = chain([1])
@@ -650,7 +656,7 @@ def test_a_checkpoint_that_goes_while_it_is_read(
     assert store.blocks_quarantined == 0
 
 
-def test_an_index_that_cannot_be_read(
+def test_only_checkpoints_in_ram_are_found_if_the_index_fails(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (node,) = chain([1])
