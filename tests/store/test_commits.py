@@ -1,4 +1,4 @@
-"""A commit has its new blocks; commits that wait together share a transaction."""
+"""Commits: their cost, the transactions that they share, and commits that fail."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from tests.support import writer_held
 from .conftest import ROOT, arrays_of, arrays_of_checkpoint, chain, save_turn, state
 
 
-class Asked:
-    """The statements of all connections, and tens of instructions of SQLite."""
+class QueryLog:
+    """The statements of all connections, and a count of every tenth instruction of SQLite."""
 
     def __init__(self) -> None:
         self.statements: list[str] = []
@@ -45,54 +45,54 @@ class Asked:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
-    """Count the statements of indexes that are opened from now on."""
-    asked, connect = Asked(), Database._connect
+def queries(monkeypatch: pytest.MonkeyPatch) -> QueryLog:
+    """Record the statements of indexes that are opened from now on."""
+    queries, connect = QueryLog(), Database._connect
 
     def counted(database: Database) -> sqlite3.Connection:
         db = connect(database)
-        db.set_trace_callback(asked.statements.append)
-        db.set_progress_handler(asked.step, 10)
+        db.set_trace_callback(queries.statements.append)
+        db.set_progress_handler(queries.step, 10)
         return db
 
     monkeypatch.setattr(Database, "_connect", counted)
-    return asked
+    return queries
 
 
 def submit(
     store: BlockStore, nodes: list[Block], name: str | None = None, *, ended: bool = True
 ) -> None:
-    """Commit new blocks, as a turn if a reply has ended."""
+    """Commit new blocks; if the reply has `ended`, also its leaf."""
     leaf = Leaf(name, nodes[-1].key, nodes[-1].stop) if ended else None
     store.commit(Commit(ROOT, tuple(nodes), leaf), [(node, arrays_of(node)) for node in nodes])
 
 
 @pytest.mark.parametrize("name", ["s", None])
-def test_a_commit_costs_the_same_after_any_number_of_blocks(
-    tmp_path: Path, limits: StoreLimits, asked: Asked, name: str | None
+def test_cost_of_a_commit_is_independent_of_earlier_blocks(
+    tmp_path: Path, limits: StoreLimits, queries: QueryLog, name: str | None
 ) -> None:
-    n_statements, n_steps, n_looks = [], [], []
+    n_statements, n_steps, n_pool_uses = [], [], []
     for n_blocks in (8, 128):
         large = replace(limits, max_ram_bytes=1 << 30, max_disk_bytes=1 << 30)
         with closing(BlockStore(tmp_path / f"{n_blocks}", large)) as store:
             nodes = chain(*([n] for n in range(n_blocks + 1)))
             submit(store, nodes[:-1], name)
             store.drain()
-            asked.clear()
-            looks_before = store.pool._n_uses
+            queries.clear()
+            uses_before = store.pool._n_uses
             submit(store, nodes[-1:], name)
             store.drain()
-            n_looks.append(store.pool._n_uses - looks_before)
-            n_statements.append(len(asked.statements))
-            n_steps.append(asked.n_steps)
+            n_pool_uses.append(store.pool._n_uses - uses_before)
+            n_statements.append(len(queries.statements))
+            n_steps.append(queries.n_steps)
             assert [session.n_tokens for session in store.index.sessions()] == [n_blocks + 1]
-    assert n_statements[0] == n_statements[1] > 0 and n_looks[0] == n_looks[1] > 0
+    assert n_statements[0] == n_statements[1] > 0 and n_pool_uses[0] == n_pool_uses[1] > 0
     assert n_steps[1] <= n_steps[0] + 5, n_steps
 
 
 @contextmanager
 def counted_locks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StoreLock]]:
-    """Count how often the lock of a store is taken."""
+    """Record each time that the lock of a store is taken."""
     taken: list[StoreLock] = []
     wait = StoreLock._wait
 
@@ -106,32 +106,32 @@ def counted_locks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StoreLock]]:
 
 
 def test_turns_that_end_together_share_a_transaction(
-    tmp_path: Path, limits: StoreLimits, asked: Asked, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, limits: StoreLimits, queries: QueryLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n_commits, n_locks = [], []
     with closing(BlockStore(tmp_path / "store", limits)) as store:
         store.drain()
         for turns in ([[1]], [[n] for n in range(10, 15)]):
-            asked.clear()
+            queries.clear()
             with counted_locks(monkeypatch) as taken, writer_held(store):
                 for ids in turns:
                     submit(store, chain(ids))
-            n_commits.append(asked.statements.count("COMMIT"))
+            n_commits.append(queries.statements.count("COMMIT"))
             n_locks.append(len(taken))
         assert store.turns_saved == store.index.n_sessions() == 6
     assert n_commits[0] == n_commits[1] and n_locks == [2, 2]
 
 
-def test_a_turn_is_saved_by_one_transaction(asked: Asked, tmp_path: Path) -> None:
+def test_a_turn_is_saved_by_one_transaction(queries: QueryLog, tmp_path: Path) -> None:
     with closing(BlockStore(tmp_path, StoreLimits(1 << 20, 1 << 30))) as store:
         save_turn(store, chain([1]), "first")
-        asked.clear()
+        queries.clear()
         save_turn(store, chain([2]), "second")
-        assert asked.statements.count("BEGIN IMMEDIATE") == 1
+        assert queries.statements.count("BEGIN IMMEDIATE") == 1
         assert store.index.state.written_last_hour() == store.disk.n_written_bytes > 0
 
 
-def test_turns_of_a_conversation_that_wait_together_are_saved_in_order(store: BlockStore) -> None:
+def test_waiting_turns_of_a_conversation_are_saved_in_order(store: BlockStore) -> None:
     nodes = chain([1], [2], [3])
     with writer_held(store):
         for node in nodes:
@@ -142,26 +142,30 @@ def test_turns_of_a_conversation_that_wait_together_are_saved_in_order(store: Bl
 
 
 @pytest.mark.parametrize("kind", ["block", "checkpoint"])
-def test_what_a_waiting_turn_removes_is_written_again_for_the_next(
+def test_record_removed_by_a_waiting_turn_is_written_for_the_next(
     store: BlockStore, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     """A prompt gets a short reply, a longer reply, and the short reply again."""
     (short,), (longer,) = chain([1, 2]), chain([1, 2, 3])
-    points = (state(short),) if kind == "checkpoint" else ()
-    moved = () if points else ((short.key, longer.key),)
-    first = Commit(ROOT, (short,), Leaf("s", short.key, 2), checkpoints=points)
-    second = Commit(ROOT, (longer,), Leaf("s", longer.key, 3, moved), superseded=points)
+    checkpoints = (state(short),) if kind == "checkpoint" else ()
+    replaced = () if checkpoints else ((short.key, longer.key),)
+    first = Commit(ROOT, (short,), Leaf("s", short.key, 2), checkpoints=checkpoints)
+    second = Commit(ROOT, (longer,), Leaf("s", longer.key, 3, replaced), superseded=checkpoints)
     with writer_held(store):
         for commit in (first, second, first):
             new = [(block, arrays_of(block)) for block in commit.blocks]
-            states = [(point, arrays_of_checkpoint(point)) for point in commit.checkpoints]
+            states = [
+                (checkpoint, arrays_of_checkpoint(checkpoint)) for checkpoint in commit.checkpoints
+            ]
             store.commit(commit, [*new, *states])
     assert (store.turns_saved, store.turns_not_saved) == (3, 0), caplog.text
-    assert store.disk.has(short.key) and all(store.disk.has(p.key, p.folder) for p in points)
+    assert store.disk.has(short.key) and all(
+        store.disk.has(checkpoint.key, checkpoint.folder) for checkpoint in checkpoints
+    )
     assert store.disk.sweep() == 0
 
 
-def test_a_turn_is_saved_although_what_it_replaces_cannot_be_removed(
+def test_turn_is_saved_if_a_superseded_file_cannot_be_removed(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     nodes = chain([1], [2])
@@ -169,7 +173,7 @@ def test_a_turn_is_saved_although_what_it_replaces_cannot_be_removed(
     real = OwnFiles.remove
 
     def remove(files: OwnFiles, path: Path) -> bool:
-        return refuse() if path.parts[-3] == "checkpoints" else real(files, path)
+        return raise_no_space() if path.parts[-3] == "checkpoints" else real(files, path)
 
     longer = chain([1], [2], [3])
     end = Leaf("s", longer[-1].key, 3)
@@ -183,29 +187,31 @@ def test_a_turn_is_saved_although_what_it_replaces_cannot_be_removed(
     assert store.pool.unwritten(longer[2].key) == [] and store.disk.sweep() == 1
 
 
-def test_an_evicted_block_whose_file_stays_is_no_longer_on_disk(
+def test_evicted_block_counts_as_unwritten_if_its_file_remains(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (node,) = chain([1])
     save_turn(store, [node], "s")
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
-        patch.setattr(OwnFiles, "remove", lambda *args: refuse())
+        patch.setattr(OwnFiles, "remove", lambda *args: raise_no_space())
         store.disk.forget(node.key)
     assert store.pool.unwritten(node.key) == [node]
 
 
-def test_a_turn_that_cannot_be_taken_back_completely_takes_no_other_along(
+def test_failed_rollback_of_a_turn_leaves_no_files_of_other_turns(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The transaction fails, and then the first turn's session cannot be written back."""
+    """The transaction fails, and then the first turn's sidecar cannot be restored."""
     save_turn(store, chain([1]), "s")
 
     def fail(state: SmallState, n_bytes: int) -> None:
-        patch.setattr(disk_tier, "write_sidecar", lambda *args: refuse())
-        refuse()
+        patch.setattr(disk_tier, "write_sidecar", lambda *args: raise_no_space())
+        raise_no_space()
 
     with monkeypatch.context() as patch, writer_held(store):
-        patch.setattr(SmallState, "count_write", of_nth(2, SmallState.count_write, fail))
+        patch.setattr(
+            SmallState, "count_write", failing_on_nth_call(2, SmallState.count_write, fail)
+        )
         submit(store, chain([1], [2])[1:], "s")
         submit(store, chain([3]), "other")
     assert store.turns_not_saved == 2
@@ -213,59 +219,61 @@ def test_a_turn_that_cannot_be_taken_back_completely_takes_no_other_along(
     assert store.disk.sweep() == 0
 
 
-def test_a_block_that_could_not_be_written_is_written_for_the_next_turn(
+def test_block_of_a_failed_turn_is_written_with_the_next_turn(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.drain()
     real = folder.new_file
 
     @contextmanager
-    def full(path: Path) -> Iterator[BinaryIO]:
+    def fail_once(path: Path) -> Iterator[BinaryIO]:
         monkeypatch.setattr(folder, "new_file", real)
         with real(path) as file:
             yield file
-            refuse()
+            raise_no_space()
 
-    def new_file(path: Path) -> Any:
-        return full(path) if path.suffix == ".safetensors" else real(path)
+    def new_file_or_fail(path: Path) -> Any:
+        return fail_once(path) if path.suffix == ".safetensors" else real(path)
 
     with writer_held(store):
         for number in (2, 3):
             submit(store, chain([1], [number]), f"s{number}")
-        monkeypatch.setattr(folder, "new_file", new_file)
+        monkeypatch.setattr(folder, "new_file", new_file_or_fail)
     assert store.turns_saved == 1 and store.turns_not_saved == 1
     assert store.disk.sweep() == 0
 
 
-def refuse() -> NoReturn:
+def raise_no_space() -> NoReturn:
     raise OSError(28, "no space left on device")
 
 
-def reject() -> None:
+def raise_integrity_error() -> None:
     raise sqlite3.IntegrityError("a row is refused")
 
 
-@pytest.mark.parametrize("place", ["file", "row", "room"])
-def test_a_commit_that_fails_takes_no_other_along(
-    store: BlockStore, monkeypatch: pytest.MonkeyPatch, place: str
+@pytest.mark.parametrize("failing_step", ["file", "row", "room"])
+def test_failed_commit_does_not_affect_other_commits(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch, failing_step: str
 ) -> None:
     store.drain()
     turns = [chain([1]), chain([2]), chain([3])]
-    bad = turns[1][-1]
-    if place == "file":
-        monkeypatch.setattr(f"{DiskStore.__module__}.write_block", of_block(bad, refuse))
-    elif place == "row":
+    failing_block = turns[1][-1]
+    if failing_step == "file":
+        monkeypatch.setattr(
+            f"{DiskStore.__module__}.write_block", failing_for_block(failing_block, raise_no_space)
+        )
+    elif failing_step == "row":
         put_session, n_put = Index.put_session, []
 
         def put(index: Index, session: Session, n_bytes: int) -> None:
             n_put.append(session)
             put_session(index, session, n_bytes)
             if len(n_put) == 2:
-                reject()
+                raise_integrity_error()
 
         monkeypatch.setattr(Index, "put_session", put)
     else:
-        monkeypatch.setattr(DiskStore, "make_room", of_second(DiskStore.make_room))
+        monkeypatch.setattr(DiskStore, "make_room", failing_on_second_call(DiskStore.make_room))
     with writer_held(store):
         for number, nodes in enumerate(turns):
             submit(store, nodes, f"s{number}")
@@ -275,46 +283,48 @@ def test_a_commit_that_fails_takes_no_other_along(
     assert store.disk.sweep() == 0 and store.index.faults() == []
     assert len(list((store.folder / "sessions").iterdir())) == 2
     monkeypatch.undo()
-    submit(store, chain([2], [9])[1:], "s1")  # the turn after it writes both
+    submit(store, chain([2], [9])[1:], "s1")  # the next turn writes both blocks
     store.drain()
-    assert bad.key in store.index and store.turns_saved == 3
+    assert failing_block.key in store.index and store.turns_saved == 3
 
 
-def of_block(bad: Block, fail: Callable[[], None]) -> object:
+def failing_for_block(failing_block: Block, fail: Callable[[], None]) -> object:
     """Return a `write_block` that fails for one block."""
 
     def write(path: Path, block: Block, **named: object) -> int:
-        if block == bad:
+        if block == failing_block:
             fail()
         return write_block(path, block=block, **named)  # type: ignore[arg-type]
 
     return write
 
 
-def of_second(real: Callable[..., object]) -> object:
-    """Return a method whose second call fails."""
+def failing_on_second_call(real: Callable[..., object]) -> object:
+    """Return a method that fails on its second call."""
     calls: list[object] = []
 
     def call(*args: object) -> object:
         calls.append(args)
         if len(calls) == 2:
-            refuse()
+            raise_no_space()
         return real(*args)
 
     return call
 
 
-def test_a_transaction_that_fails_as_a_whole_leaves_no_files(
+def test_failed_transaction_leaves_no_files(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.drain()
 
     def fail(state: SmallState, n_bytes: int) -> None:
         assert n_bytes
-        refuse()
+        raise_no_space()
 
     with monkeypatch.context() as patch, writer_held(store):
-        patch.setattr(SmallState, "count_write", of_nth(2, SmallState.count_write, fail))
+        patch.setattr(
+            SmallState, "count_write", failing_on_nth_call(2, SmallState.count_write, fail)
+        )
         for number in range(3):
             submit(store, chain([number]), f"s{number}")
     assert store.turns_not_saved == 3 and store.index.keys() == set()
@@ -322,18 +332,18 @@ def test_a_transaction_that_fails_as_a_whole_leaves_no_files(
     assert not list((store.folder / "sessions").iterdir())
 
 
-def test_turns_are_saved_although_sqlite_ends_their_transaction_with_another_turn(
+def test_other_turns_are_saved_after_sqlite_rolls_back_the_transaction(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SQLite ends a whole transaction if the disk fails within it."""
+    """SQLite rolls back a whole transaction if the disk fails within it."""
     store.drain()
 
     def fail(index: Index, *args: object) -> None:
         index.database.connection.execute("ROLLBACK")
-        refuse()
+        raise_no_space()
 
     with monkeypatch.context() as patch, writer_held(store):
-        patch.setattr(Index, "put_session", of_nth(3, Index.put_session, fail))
+        patch.setattr(Index, "put_session", failing_on_nth_call(3, Index.put_session, fail))
         for number in range(3):
             submit(store, chain([number]), f"s{number}")
     assert store.turns_not_saved == 1 and store.disk.sweep() == 0
@@ -342,16 +352,16 @@ def test_turns_are_saved_although_sqlite_ends_their_transaction_with_another_tur
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_commit_that_fails_costs_other_commits_neither_their_plan_nor_their_room(
+def test_failed_commit_keeps_plan_and_reserved_space_of_other_commits(
     is_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twice the other commit's file would not fit into the budget."""
+    """The budget has room for the other commit's file once, but not twice."""
     real, large, small = Index.commit, *chain([1]), *chain([2])
     sizes = {large.key: 3 << 20, small.key: 1000}
 
     def commit(index: Index, new: Commit, *args: Any) -> object:
         if new.replies:
-            refuse()
+            raise_no_space()
         return real(index, new, *args)
 
     def file_of(_root: object, block: Record) -> NewFile:
@@ -368,33 +378,33 @@ def test_a_commit_that_fails_costs_other_commits_neither_their_plan_nor_their_ro
         assert disk.index.keys() == {large.key} and disk.n_evicted == 0
 
 
-@pytest.mark.parametrize("bad", range(3))
-def test_a_commit_that_cannot_be_planned_takes_no_other_along(
-    store: BlockStore, bad: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("n_failing", range(3))
+def test_commit_that_cannot_be_planned_does_not_affect_other_commits(
+    store: BlockStore, n_failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other commits are planned before room is made, so nothing that they need is evicted."""
+    """The other commits are planned before room is made, so their blocks are not evicted."""
     nodes, disk = [*chain([1]), *chain([2]), *chain([3])], store.disk
     make_room = DiskStore.make_room
     arrays, kept = arrays_of(nodes[0]), list[set[bytes]]()
 
-    def seen(disk: DiskStore, n_bytes: int, keep: set[bytes], root: Root) -> bool:
+    def record_and_make_room(disk: DiskStore, n_bytes: int, keep: set[bytes], root: Root) -> bool:
         kept.append(keep)
         return make_room(disk, n_bytes, keep, root)
 
     def file_of(root: Root, block: Record) -> NewFile:
-        return refuse() if block is nodes[bad] else disk.new_file(root, block, arrays)
+        return raise_no_space() if block is nodes[n_failing] else disk.new_file(root, block, arrays)
 
     store.drain()
-    monkeypatch.setattr(DiskStore, "make_room", seen)
+    monkeypatch.setattr(DiskStore, "make_room", record_and_make_room)
     commits = [Commit(ROOT, (node,), replies={node.key: b"ids"}) for node in nodes]
     results = Saving(disk, file_of).save([partial(replace, each) for each in commits])
     saved = {nodes[n].key for n, result in enumerate(results) if isinstance(result, Saved)}
-    assert saved == disk.index.keys() == {node.key for node in nodes} - {nodes[bad].key}
-    assert isinstance(results[bad], OSError) and all(keep == saved for keep in kept)
+    assert saved == disk.index.keys() == {node.key for node in nodes} - {nodes[n_failing].key}
+    assert isinstance(results[n_failing], OSError) and all(keep == saved for keep in kept)
 
 
-def of_nth(n: int, real: Callable[..., None], fail: Callable[..., None]) -> object:
-    """Return a method whose nth call fails."""
+def failing_on_nth_call(n: int, real: Callable[..., None], fail: Callable[..., None]) -> object:
+    """Return a method that fails on its nth call."""
     calls: list[object] = []
 
     def call(*args: object) -> None:
@@ -405,7 +415,7 @@ def of_nth(n: int, real: Callable[..., None], fail: Callable[..., None]) -> obje
 
 
 @pytest.mark.parametrize("is_in_ram", [True, False])
-def test_blocks_that_another_process_evicted_are_written_again(
+def test_blocks_evicted_by_another_process_are_rewritten_if_in_ram(
     store: BlockStore, is_in_ram: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     nodes = chain([1], [2], [3])
@@ -422,7 +432,7 @@ def test_blocks_that_another_process_evicted_are_written_again(
     assert ("which it needs" in caplog.text) == (not is_in_ram)
 
 
-def test_bytes_count_once_if_turns_that_wait_together_need_two_transactions(
+def test_bytes_of_waiting_turns_count_once_in_two_transactions(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first turn is committed while the file of the second turn's parent is written again."""
@@ -455,10 +465,10 @@ def test_bytes_count_once_if_turns_that_wait_together_need_two_transactions(
 
 
 @pytest.mark.parametrize("is_in_ram", [True, False])
-def test_a_block_that_another_process_put_into_quarantine_is_written_again(
+def test_block_quarantined_by_another_process_is_rewritten_if_in_ram(
     store: BlockStore, is_in_ram: bool
 ) -> None:
-    """It is in the middle of a chain, so its children are still on disk."""
+    """The block is in the middle of a chain, so its children are still on disk."""
     nodes = chain([1], [2], [3], [4], [5])
     save_turn(store, nodes[:3], "s")
     save_turn(store, chain([7]), "another")
@@ -476,7 +486,7 @@ def test_a_block_that_another_process_put_into_quarantine_is_written_again(
     assert store.turns_not_saved == 2 * (not is_in_ram)
 
 
-def test_a_block_that_went_to_quarantine_is_written_again(store: BlockStore) -> None:
+def test_quarantined_block_is_written_with_the_next_turn(store: BlockStore) -> None:
     nodes = chain([1], [2], [3], [4])
     save_turn(store, nodes[:3], "s")
     store.writer.submit(partial(store.disk.quarantine, nodes[0].key, "it is damaged"))
@@ -486,14 +496,14 @@ def test_a_block_that_went_to_quarantine_is_written_again(store: BlockStore) -> 
     assert [block for block, _ in store.index.chain(nodes[3].key)] == nodes
 
 
-def test_a_chain_is_walked_only_after_another_process_has_changed_the_index(
+def test_chain_is_checked_for_gaps_only_after_another_process_wrote(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    walks: list[bytes] = []
+    checked_leaves: list[bytes] = []
     gap = Index.gap
 
     def counted(index: Index, leaf: bytes, root: bytes) -> bytes | None:
-        walks.append(leaf)
+        checked_leaves.append(leaf)
         return gap(index, leaf, root)
 
     monkeypatch.setattr(Index, "gap", counted)
@@ -503,20 +513,20 @@ def test_a_chain_is_walked_only_after_another_process_has_changed_the_index(
         store.drain()
     submit(store, chain([9], parent=nodes[0].key), "branch")
     store.drain()
-    assert walks == []
+    assert checked_leaves == []
     with closing(DiskStore(store.folder, store.limits)) as other, other.lock.held():
         other.index.touch(nodes[0].key)
     for n in range(2, 4):
         submit(store, nodes[n : n + 1], "s")
         store.drain()
-    assert walks == [nodes[1].key]
+    assert checked_leaves == [nodes[1].key]
 
 
 @pytest.mark.parametrize("name", ["s", None])
-def test_a_turn_continues_the_session_that_ends_before_its_prompt(
+def test_turn_continues_its_session_after_separately_committed_chunks(
     store: BlockStore, name: str | None
 ) -> None:
-    """Chunks of the prompt were committed between the two."""
+    """Chunks of the prompt are committed between the two turns."""
     nodes = chain([1], [2], [3], [4])
     save_turn(store, nodes[:1], name)
     save_turn(store, chain([7]), "another")
@@ -526,24 +536,24 @@ def test_a_turn_continues_the_session_that_ends_before_its_prompt(
     store.drain()
     ends = {session.name: session.leaf for session in store.index.sessions()}
     assert ends == {name: nodes[3].key, "another": chain([7])[0].key}
-    submit(store, chain([5], parent=nodes[1].key), "third")  # a branch of it is another session
+    submit(store, chain([5], parent=nodes[1].key), "third")  # a branch is another session
     store.drain()
     assert store.index.n_sessions() == 3
 
 
-def test_an_inner_transaction_fails_with_the_outer_one(tmp_path: Path) -> None:
+def test_inner_transaction_is_rolled_back_with_the_outer_transaction(tmp_path: Path) -> None:
     with closing(Index(tmp_path / "index.sqlite")) as index:
         first, second = chain([1], [2])
         with pytest.raises(OSError), index.database.transaction():
             index.add_blocks(ROOT, [(first, 7)])
             with index.database.transaction():
                 index.add_blocks(ROOT, [(second, 7)])
-            refuse()
+            raise_no_space()
         assert index.keys() == set() and index.faults() == []
 
 
-def test_a_turn_given_up_is_written_with_the_next(store: BlockStore) -> None:
-    """Its blocks wait in RAM, and the next turn continues them."""
+def test_blocks_of_a_dropped_turn_are_written_with_the_next_turn(store: BlockStore) -> None:
+    """The dropped blocks wait in RAM, and the next turn continues them."""
     nodes = chain([1], [2], [3])
     with writer_held(store):
         for node in nodes[:2]:
@@ -557,7 +567,7 @@ def test_a_turn_given_up_is_written_with_the_next(store: BlockStore) -> None:
     assert store.index.keys() == {node.key for node in nodes}
 
 
-def test_a_reply_that_is_remembered_makes_no_prompt_be_matched_again(store: BlockStore) -> None:
+def test_remembered_reply_causes_no_second_match_of_prompts(store: BlockStore) -> None:
     n_changes = store.n_changes
     store.commit(Commit(ROOT, (), replies={b"digest": b"ids"}), [])
     assert store.n_changes == n_changes

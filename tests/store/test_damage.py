@@ -1,4 +1,4 @@
-"""An index counts as damaged only if SQLite says so, or if its content cannot be right."""
+"""An index counts as damaged only if SQLite reports damage, or if its tables are wrong."""
 
 from __future__ import annotations
 
@@ -56,83 +56,89 @@ def read_all(path: Path, encryption: Encryption) -> None:
 # Damage.
 
 
-def _header(content: bytearray) -> None:
+def _random_header(content: bytearray) -> None:
     content[:16] = random.Random(1).randbytes(16)
 
 
-def _page_size(content: bytearray) -> None:
+def _wrong_page_size(content: bytearray) -> None:
     content[16] ^= 0x04
 
 
-def _file_format(content: bytearray) -> None:
+def _unknown_file_format(content: bytearray) -> None:
     content[47] = 9
 
 
-def _page_in_the_middle(content: bytearray) -> None:
-    at = len(content) // PAGE // 2 * PAGE
-    content[at : at + PAGE] = random.Random(2).randbytes(PAGE)
+def _random_page(content: bytearray) -> None:
+    offset = len(content) // PAGE // 2 * PAGE
+    content[offset : offset + PAGE] = random.Random(2).randbytes(PAGE)
 
 
-def _zeros(content: bytearray) -> None:
-    at = len(content) // PAGE // 2 * PAGE
-    content[at : at + PAGE] = bytes(PAGE)
+def _zeroed_page(content: bytearray) -> None:
+    offset = len(content) // PAGE // 2 * PAGE
+    content[offset : offset + PAGE] = bytes(PAGE)
 
 
-def _schema(content: bytearray) -> None:
+def _random_schema(content: bytearray) -> None:
     content[100:PAGE] = random.Random(3).randbytes(PAGE - 100)
 
 
-def _half(content: bytearray) -> None:
+def _half_of_the_file(content: bytearray) -> None:
     del content[len(content) // 2 :]
 
 
-def _no_page(content: bytearray) -> None:
+def _less_than_a_page(content: bytearray) -> None:
     del content[99:]
 
 
-def _no_database(content: bytearray) -> None:
+def _text_instead_of_a_database(content: bytearray) -> None:
     content[:] = b"No database, but as long as one.\n" * 300
 
 
-DAMAGES = [_header, _page_size, _file_format, _page_in_the_middle, _zeros, _schema]
-DAMAGES += [_half, _no_page, _no_database]
+DAMAGES = [
+    _random_header,
+    _wrong_page_size,
+    _unknown_file_format,
+    _random_page,
+    _zeroed_page,
+    _random_schema,
+]
+DAMAGES += [_half_of_the_file, _less_than_a_page, _text_instead_of_a_database]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__[1:])
-@pytest.mark.parametrize("codes", [True, False], ids=["codes", "messages"])
-def test_damage_is_known(
+@pytest.mark.parametrize("has_code", [True, False], ids=["by code", "by message"])
+def test_damaged_index_is_recognized(
     path: Path,
     encryption: Encryption,
     damage: Callable[[bytearray], None],
-    codes: bool,
+    has_code: bool,
 ) -> None:
     content = bytearray(path.read_bytes())
     damage(content)
     path.write_bytes(content)
     with pytest.raises(sqlite3.DatabaseError) as raised:
         read_all(path, encryption)
-    assert is_damage(raised.value if codes else as_of_python_310(raised.value)), raised.value
+    assert is_damage(raised.value if has_code else as_of_python_310(raised.value)), raised.value
 
 
-@pytest.mark.parametrize("left", [b"", b"S"], ids=["empty", "one byte"])
-def test_an_index_that_sqlite_would_take_for_a_new_one_is_missing(
-    path: Path, encryption: Encryption, left: bytes
+@pytest.mark.parametrize("content", [b"", b"S"], ids=["empty", "one byte"])
+def test_empty_or_one_byte_index_counts_as_missing(
+    path: Path, encryption: Encryption, content: bytes
 ) -> None:
-    path.write_bytes(left)
+    """SQLite would take such a file for a new database."""
+    path.write_bytes(content)
     with pytest.raises(FileNotFoundError):
         read_all(path, encryption)
-    assert path.read_bytes() == left
+    assert path.read_bytes() == content
 
 
-def test_garbage_in_the_log_is_no_damage(path: Path, encryption: Encryption) -> None:
-    """SQLite ignores what it did not write there."""
+def test_garbage_in_the_write_ahead_log_is_ignored(path: Path, encryption: Encryption) -> None:
+    """SQLite ignores frames that it did not write."""
     Path(f"{path}-wal").write_bytes(b"\x37\x7f\x06\x82" + random.Random(4).randbytes(9 * PAGE))
     read_all(path, encryption)
 
 
-def test_tables_that_are_not_as_they_were_made_are_damage(
-    path: Path, encryption: Encryption
-) -> None:
+def test_missing_table_is_damage(path: Path, encryption: Encryption) -> None:
     with closing(encryption.connect(path)) as db:
         db.execute("DROP TABLE replies")
     with pytest.raises(IndexDamaged) as raised:
@@ -140,17 +146,17 @@ def test_tables_that_are_not_as_they_were_made_are_damage(
     assert is_damage(raised.value)
 
 
-# No damage.
+# Errors that are not damage.
 
 
 @contextmanager
-def _closed(index: Index) -> Iterator[None]:
+def _connection_closed(index: Index) -> Iterator[None]:
     index.database.connection.close()
     yield
 
 
 @contextmanager
-def _closed_by_another(index: Index) -> Iterator[None]:
+def _index_closed(index: Index) -> Iterator[None]:
     index.close()
     yield
 
@@ -172,7 +178,7 @@ def _full_disk(index: Index) -> Iterator[None]:
 
 @contextmanager
 def _file_too_large(index: Index) -> Iterator[None]:
-    """The system refuses to let any file grow: EFBIG, an I/O error like EIO."""
+    """No file may grow: writes fail with EFBIG, an I/O error like EIO."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     try:
@@ -202,12 +208,12 @@ def _moved_away(index: Index) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize("codes", [True, False], ids=["codes", "messages"])
+@pytest.mark.parametrize("has_code", [True, False], ids=["by code", "by message"])
 @pytest.mark.parametrize(
-    "trouble",
+    "failure",
     [
-        _closed,
-        _closed_by_another,
+        _connection_closed,
+        _index_closed,
         _locked,
         _full_disk,
         _file_too_large,
@@ -215,19 +221,19 @@ def _moved_away(index: Index) -> Iterator[None]:
         _interrupted,
         _moved_away,
     ],
-    ids=lambda trouble: trouble.__name__[1:],
+    ids=lambda failure: failure.__name__[1:],
 )
-def test_trouble_that_says_nothing_of_the_file_is_no_damage(
+def test_errors_unrelated_to_the_file_content_are_not_damage(
     path: Path,
     encryption: Encryption,
-    trouble: Callable[[Index], Iterator[None]],
-    codes: bool,
+    failure: Callable[[Index], Iterator[None]],
+    has_code: bool,
 ) -> None:
     nodes = chain(*([number] * 200 for number in range(1000, 1200)))
     with closing(Index(path, OwnFiles(path.parent, encryption))) as index:
-        with trouble(index), pytest.raises(sqlite3.Error) as raised:  # type: ignore[attr-defined]
+        with failure(index), pytest.raises(sqlite3.Error) as raised:  # type: ignore[attr-defined]
             index.add_blocks(ROOT, [(node, 1000) for node in nodes])
-    assert not is_damage(raised.value if codes else as_of_python_310(raised.value)), raised.value
+    assert not is_damage(raised.value if has_code else as_of_python_310(raised.value)), raised.value
 
 
 def _too_many_variables(db: sqlite3.Connection) -> None:
@@ -238,7 +244,7 @@ def _no_such_table(db: sqlite3.Connection) -> None:
     db.execute("SELECT * FROM nowhere")
 
 
-def _constraint(db: sqlite3.Connection) -> None:
+def _violated_constraint(db: sqlite3.Connection) -> None:
     db.execute("INSERT INTO state VALUES (NULL, NULL)")
 
 
@@ -246,27 +252,30 @@ def _wrong_number_of_values(db: sqlite3.Connection) -> None:
     db.execute("SELECT ?, ?", (1,))
 
 
-def _value_of_no_type(db: sqlite3.Connection) -> None:
+def _unsupported_value(db: sqlite3.Connection) -> None:
     db.execute("SELECT ?", (object(),))
 
 
-def _too_big(db: sqlite3.Connection) -> None:
+def _too_large_value(db: sqlite3.Connection) -> None:
     db.execute("SELECT zeroblob(1 << 40)")
 
 
-WRONG_STATEMENTS = [_too_many_variables, _no_such_table, _constraint, _too_big]
-WRONG_STATEMENTS += [_wrong_number_of_values, _value_of_no_type]
+WRONG_STATEMENTS = [_too_many_variables, _no_such_table, _violated_constraint, _too_large_value]
+WRONG_STATEMENTS += [_wrong_number_of_values, _unsupported_value]
 
 
-@pytest.mark.parametrize("ask", WRONG_STATEMENTS, ids=lambda ask: ask.__name__[1:])
-@pytest.mark.parametrize("codes", [True, False], ids=["codes", "messages"])
-def test_a_wrong_statement_is_no_damage(
-    path: Path, encryption: Encryption, ask: Callable[[sqlite3.Connection], None], codes: bool
+@pytest.mark.parametrize("execute", WRONG_STATEMENTS, ids=lambda execute: execute.__name__[1:])
+@pytest.mark.parametrize("has_code", [True, False], ids=["by code", "by message"])
+def test_invalid_statement_is_not_damage(
+    path: Path,
+    encryption: Encryption,
+    execute: Callable[[sqlite3.Connection], None],
+    has_code: bool,
 ) -> None:
     with closing(Index(path, OwnFiles(path.parent, encryption))) as index:
         with pytest.raises(sqlite3.Error) as raised:
-            ask(index.database.connection)
-    assert not is_damage(raised.value if codes else as_of_python_310(raised.value)), raised.value
+            execute(index.database.connection)
+    assert not is_damage(raised.value if has_code else as_of_python_310(raised.value)), raised.value
 
 
 def as_of_python_310(error: sqlite3.Error) -> sqlite3.Error:
@@ -277,25 +286,25 @@ def as_of_python_310(error: sqlite3.Error) -> sqlite3.Error:
 
 
 @pytest.mark.parametrize("encryption", ["encrypted"], indirect=True)
-def test_every_error_of_sqlcipher_is_one_of_sqlite(encryption: Encryption) -> None:
+def test_every_sqlcipher_error_is_a_sqlite3_error(encryption: Encryption) -> None:
     driver = sqlcipher()
-    kinds = [
-        one
-        for one in vars(driver).values()
-        if isinstance(one, type) and issubclass(one, driver.Error)
+    error_types = [
+        value
+        for value in vars(driver).values()
+        if isinstance(value, type) and issubclass(value, driver.Error)
     ]
-    assert len(kinds) == 9
-    for kind in kinds:
-        if kind is not driver.Error:  # the base, which is never raised
-            assert issubclass(kind, getattr(sqlite3, kind.__name__))
+    assert len(error_types) == 9
+    for error_type in error_types:
+        if error_type is not driver.Error:  # the base, which is never raised
+            assert issubclass(error_type, getattr(sqlite3, error_type.__name__))
 
 
-# The reaction.
+# Rebuilding.
 
 
 @pytest.fixture
 def folder(tmp_path: Path, path: Path, encryption: Encryption) -> Path:
-    """A store with that index, but without block files."""
+    """A store with the index at `path`, but without block files."""
     folder = tmp_path / "store"
     with closing(DiskStore(folder, LIMITS, encryption=encryption)):
         pass
@@ -305,7 +314,7 @@ def folder(tmp_path: Path, path: Path, encryption: Encryption) -> Path:
     return folder
 
 
-def test_a_damaged_index_is_rebuilt_and_one_in_trouble_is_left_alone(
+def test_index_is_rebuilt_after_damage_but_not_after_other_errors(
     folder: Path, encryption: Encryption, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closing(DiskStore(folder, LIMITS, encryption=encryption)) as disk:
@@ -313,10 +322,10 @@ def test_a_damaged_index_is_rebuilt_and_one_in_trouble_is_left_alone(
         monkeypatch.setattr(
             "mlx_lm_kvpersist.store.disk.rebuild_index", lambda folder, *_: rebuilt.append(folder)
         )
-        for trouble in ("Cannot operate on a closed database.", "too many SQL variables"):
+        for message in ("Cannot operate on a closed database.", "too many SQL variables"):
 
-            def fail(*_: object, trouble: str = trouble, **__: object) -> None:
-                raise sqlite3.ProgrammingError(trouble)
+            def fail(*_: object, message: str = message, **__: object) -> None:
+                raise sqlite3.ProgrammingError(message)
 
             with monkeypatch.context() as patch:
                 patch.setattr("mlx_lm_kvpersist.store.index.prepare", fail)
@@ -324,15 +333,15 @@ def test_a_damaged_index_is_rebuilt_and_one_in_trouble_is_left_alone(
                     disk.check_index()
         assert rebuilt == [] and disk.index.totals().n_blocks == 100
     content = bytearray((folder / "index.sqlite").read_bytes())
-    _page_in_the_middle(content)
+    _random_page(content)
     (folder / "index.sqlite").write_bytes(content)
     monkeypatch.undo()
     with closing(DiskStore(folder, LIMITS, encryption=encryption)) as disk:
-        assert disk.index.totals().n_blocks == 0  # as in the files
+        assert disk.index.totals().n_blocks == 0  # no block files exist
     assert list((folder / "quarantine").glob("index-*.sqlite"))
 
 
-def test_the_codes_are_those_of_sqlite() -> None:
+def test_error_codes_equal_those_of_sqlite3() -> None:
     if sys.version_info < (3, 11):
         pytest.skip("this version of Python has no codes")
     assert database._CORRUPT == sqlite3.SQLITE_CORRUPT
@@ -340,8 +349,8 @@ def test_the_codes_are_those_of_sqlite() -> None:
     assert database._ERROR == sqlite3.SQLITE_ERROR
 
 
-def test_an_index_that_is_damaged_while_a_server_runs_is_rebuilt(tmp_path: Path) -> None:
-    """docs/store.md: at its start or while it serves."""
+def test_index_damaged_while_a_server_runs_is_rebuilt(tmp_path: Path) -> None:
+    """docs/store.md says: at its start or while it serves."""
     store = BlockStore(tmp_path / "store", StoreLimits(64 << 20, 64 << 20))
     for n in range(30):
         save_turn(store, chain([n], [n + 1000, 2]))
@@ -350,7 +359,7 @@ def test_an_index_that_is_damaged_while_a_server_runs_is_rebuilt(tmp_path: Path)
         for page in range(2, store.index.path.stat().st_size // 4096):
             file.seek(4096 * page)
             file.write(os.urandom(4096))
-    store.writer.submit(store.index.database.disconnect)  # it has pages in memory
+    store.writer.submit(store.index.database.disconnect)  # the connection has cached pages
     for n in range(40, 44):
         save_turn(store, chain([n], [n + 1000, 2]))
     assert store.turns_not_saved <= 1 and store.index.totals().n_blocks > 60

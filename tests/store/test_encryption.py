@@ -1,4 +1,4 @@
-"""Encrypted objects: decrypted with their own name and key only; and key files."""
+"""Key files, and encrypted objects, which only their own name and key decrypt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONTENT = b"A prompt that nobody else may read. " * 100
 
 
 @pytest.mark.parametrize("content", [b"", b"\0", CONTENT])
-def test_what_is_encrypted_can_be_decrypted(content: bytes) -> None:
+def test_decrypt_returns_the_encrypted_content(content: bytes) -> None:
     encrypted = CIPHER.encrypt(content, b"name")
     assert len(encrypted) == len(content) + CIPHER.n_added_bytes
     assert CIPHER.decrypt(memoryview(encrypted), b"name") == content
@@ -29,31 +29,33 @@ def test_what_is_encrypted_can_be_decrypted(content: bytes) -> None:
 
 CHANGES: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda encrypted: b"",
-    "magic alone": lambda encrypted: encrypted[:9],
+    "only magic": lambda encrypted: encrypted[:9],
     "no tag": lambda encrypted: encrypted[:25],
-    "cut off": lambda encrypted: encrypted[:-1],
-    "longer": lambda encrypted: encrypted + b"\0",
-    "plain": lambda encrypted: CONTENT,
-    "parts of two": lambda encrypted: CIPHER.encrypt(CONTENT, b"name")[:200] + encrypted[200:],
+    "truncated": lambda encrypted: encrypted[:-1],
+    "extra byte": lambda encrypted: encrypted + b"\0",
+    "plaintext": lambda encrypted: CONTENT,
+    "two ciphertexts mixed": lambda encrypted: (
+        CIPHER.encrypt(CONTENT, b"name")[:200] + encrypted[200:]
+    ),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_what_was_changed_is_refused(change: Callable[[bytes], bytes]) -> None:
+def test_modified_ciphertext_is_refused(change: Callable[[bytes], bytes]) -> None:
     with pytest.raises(DecryptionFailed):
         CIPHER.decrypt(change(CIPHER.encrypt(CONTENT, b"name")), b"name")
 
 
-def test_a_flipped_bit_anywhere_is_found() -> None:
+def test_flipped_bit_in_any_byte_is_refused() -> None:
     encrypted = CIPHER.encrypt(b"short", b"name")
-    for at in range(len(encrypted)):
+    for position in range(len(encrypted)):
         changed = bytearray(encrypted)
-        changed[at] ^= 1
+        changed[position] ^= 1
         with pytest.raises(DecryptionFailed):
             CIPHER.decrypt(changed, b"name")
 
 
-def test_another_name_or_key_opens_nothing() -> None:
+def test_decrypt_refuses_another_name_or_key() -> None:
     encrypted = CIPHER.encrypt(CONTENT, b"name")
     with pytest.raises(DecryptionFailed):
         CIPHER.decrypt(encrypted, b"other")
@@ -61,23 +63,23 @@ def test_another_name_or_key_opens_nothing() -> None:
         OTHER.decrypt(encrypted, b"name")
 
 
-def test_names_depend_on_the_key_file_and_say_nothing() -> None:
+def test_object_names_are_32_byte_digests_that_depend_on_the_key() -> None:
     names = {CIPHER.object_name(b"a"), CIPHER.object_name(b"b"), OTHER.object_name(b"a")}
     assert len(names) == 3 and all(len(bytes.fromhex(name)) == 32 for name in names)
     assert CIPHER.object_name(b"a") == Cipher(bytes(32)).object_name(b"a")
 
 
-def test_threads_share_a_cipher() -> None:
-    def both(number: int) -> bool:
+def test_threads_can_share_a_cipher() -> None:
+    def round_trip(number: int) -> bool:
         content = os.urandom(100_000)
         name = b"%d" % number
         return CIPHER.decrypt(CIPHER.encrypt(content, name), name) == content
 
     with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(both, range(64)))
+        assert all(pool.map(round_trip, range(64)))
 
 
-def test_a_key_file_is_made_once_for_its_owner_alone(
+def test_key_command_makes_a_private_file_and_overwrites_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "team.key"
@@ -91,7 +93,7 @@ def test_a_key_file_is_made_once_for_its_owner_alone(
 
 
 @pytest.mark.parametrize("content", ["", "0" * 62, "0" * 65, "0" * 66, "x" * 64, "ü" * 64])
-def test_another_file_is_no_key(tmp_path: Path, content: str) -> None:
+def test_key_file_with_invalid_content_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "key"
     path.write_text(content, encoding="utf-8")
     path.chmod(0o600)
@@ -99,14 +101,14 @@ def test_another_file_is_no_key(tmp_path: Path, content: str) -> None:
         read_key(path)
 
 
-def test_a_pipe_or_a_device_is_no_key_and_is_not_waited_for(tmp_path: Path) -> None:
+def test_pipe_or_device_as_key_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     for path in (tmp_path / "pipe", Path("/dev/zero")):
         with pytest.raises(ConfigError, match=r"is not a regular file.*mlx-lm-kvpersist key"):
             read_key(path)
 
 
-def test_a_key_that_others_may_read_is_refused(tmp_path: Path) -> None:
+def test_key_file_that_is_not_private_or_not_readable_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_text("0" * 64)
     path.chmod(0o640)
@@ -118,7 +120,7 @@ def test_a_key_that_others_may_read_is_refused(tmp_path: Path) -> None:
         read_key(tmp_path)
 
 
-def test_without_the_package_the_error_says_what_to_install(
+def test_missing_cryptography_package_is_reported_with_a_pip_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "cryptography"]:
