@@ -1,4 +1,4 @@
-"""A folder that is encrypted: it tells nothing without its key, and all else is the same."""
+"""An encrypted folder reveals nothing without its key, and works like any other folder."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support import wait_until
 from tests.test_config import parsed
 
 from .conftest import ROOT, chain, save_turn, state
-from .test_foreign_files import everything
+from .test_foreign_files import inodes_and_sizes
 
 LIMITS = StoreLimits(max_ram_bytes=8 << 20, max_disk_bytes=64 << 20)
 TEXT = "the patient's secret story"
@@ -43,7 +43,7 @@ IDS = list(range(77_000, 77_128))
 
 @pytest.fixture
 def key(tmp_path: Path) -> Path:
-    """A key file, and the folder of a store that does not exist yet."""
+    """A new key file."""
     assert cli.main(["key", str(tmp_path / "key")]) == 0
     return tmp_path / "key"
 
@@ -65,29 +65,29 @@ def store(folder: Path, encryption: Encryption) -> Iterator[BlockStore]:
 
 
 def conversation() -> list[Block]:
-    """Return two blocks, the first with text that can be looked for."""
+    """Return two blocks; the first has a text that `traces` searches for."""
     packed = pack_ids(IDS)
     first = Block(block_key(ROOT.key, packed), ROOT.key, 0, packed, TEXT)
     second = chain([5], parent=first.key)[0]
     return [first, Block(second.key, first.key, first.stop, second.packed_ids, second.text)]
 
 
-def keep(store: BlockStore) -> dict[bytes, dict[str, mx.array]]:
-    """Save a conversation in all forms that a folder can have; return its arrays by key."""
+def save_conversation(store: BlockStore) -> dict[bytes, dict[str, mx.array]]:
+    """Save a conversation as every kind of record of a folder; return its arrays by key."""
     nodes = conversation()
     content = save_turn(store, nodes, NAME, [state(nodes[1])], note={"words": TEXT})
     (session,) = store.index.sessions()
     store.index.state.add_note(session.id, title=TITLE)
-    why = {"id": "kvp-1", "received": 1.0, "outcome": "STOCK", "sentence": TEXT, "session": NAME}
-    store.index.state.add_request({**why, "divergence": None})
+    row = {"id": "kvp-1", "received": 1.0, "outcome": "STOCK", "sentence": TEXT, "session": NAME}
+    store.index.state.add_request({**row, "divergence": None})
     store.index.state.add_replies(ROOT.key, {b"digest": pack_ids(IDS)}, 1.0)
     return content
 
 
 def traces(folder: Path, content: dict[bytes, dict[str, mx.array]]) -> set[str]:
-    """Return the traces of the conversation in the names and bytes of a folder."""
+    """Return which parts of the conversation are in the names and bytes of a folder's files."""
     files = [path for path in folder.rglob("*") if path.is_file()]
-    said = b"\0".join(str(path).encode() + b"\0" + path.read_bytes() for path in files)
+    searched = b"\0".join(str(path).encode() + b"\0" + path.read_bytes() for path in files)
     needles = {
         "text": TEXT.encode(),
         "ids": pack_ids(IDS),
@@ -96,47 +96,50 @@ def traces(folder: Path, content: dict[bytes, dict[str, mx.array]]) -> set[str]:
         "title": TITLE.encode(),
         "model": ROOT.fingerprint.encode(),
     }
-    for number, (one, arrays) in enumerate(content.items()):
-        needles[f"key {number}"], needles[f"key {number} as text"] = one, one.hex().encode()
+    for number, (record_key, arrays) in enumerate(content.items()):
+        needles[f"key {number}"] = record_key
+        needles[f"key {number} as text"] = record_key.hex().encode()
         for name, array in arrays.items():
             plain: Any = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
             needles[f"{name} {number}"] = bytes(memoryview(plain))[:64]
-    return {what for what, needle in needles.items() if needle in said}
+    return {label for label, needle in needles.items() if needle in searched}
 
 
 @pytest.mark.parametrize("is_encrypted", [True, False])
-def test_the_folder_tells_nothing_of_a_conversation(
+def test_encrypted_folder_reveals_nothing_of_a_conversation(
     folder: Path, encryption: Encryption, is_encrypted: bool
 ) -> None:
-    """While it is written, in quarantine, after a kill, and with an index that was set aside."""
-    used = encryption if is_encrypted else PLAIN
-    with closing(BlockStore(folder, LIMITS, encryption=used)) as store:
-        content = keep(store)
-        found = traces(folder, content)
+    """Checked after a save, with files of quarantine and of a kill, and with a damaged index."""
+    chosen = encryption if is_encrypted else PLAIN
+    with closing(BlockStore(folder, LIMITS, encryption=chosen)) as store:
+        content = save_conversation(store)
+        revealed = traces(folder, content)
         store.lose(conversation()[1], f"it says {TEXT}")
         store.drain()
-        staging = Staging(store.disk.files)  # as a killed process leaves it
+        staging = Staging(store.disk.files)  # never closed, as after a kill
         node = conversation()[0]
         new = store.disk.new_file(ROOT, node, content[node.key])
         new.write(staging.path(node.key))
         assert list((folder / "quarantine").glob("*.safetensors"))
-        found |= traces(folder, content)
+        revealed |= traces(folder, content)
     with (folder / "index.sqlite").open("r+b") as file:
         file.write(b"damage")
-    with closing(BlockStore(folder, LIMITS, encryption=used)) as store:
+    with closing(BlockStore(folder, LIMITS, encryption=chosen)) as store:
         assert list((folder / "quarantine").glob("index-*.sqlite"))
         store.drain()
         assert store.index.totals().n_blocks == 1
-        found |= traces(folder, content)
+        revealed |= traces(folder, content)
     if is_encrypted:
-        assert found == set()
+        assert revealed == set()
     else:
-        assert {"text", "ids", "name", "title", "model", "key 0", "0.ssm 2"} <= found
+        assert {"text", "ids", "name", "title", "model", "key 0", "0.ssm 2"} <= revealed
 
 
-def test_what_was_kept_is_read_again(folder: Path, encryption: Encryption) -> None:
+def test_saved_conversation_is_read_back_from_an_encrypted_store(
+    folder: Path, encryption: Encryption
+) -> None:
     with closing(BlockStore(folder, LIMITS, encryption=encryption)) as store:
-        content = keep(store)
+        content = save_conversation(store)
     with closing(BlockStore(folder, LIMITS, encryption=encryption)) as store:
         nodes = conversation()
         assert store.children(ROOT.key, TEXT + " goes on") == nodes[:1]
@@ -161,7 +164,7 @@ def _flipped(files: list[Path]) -> None:
     files[0].write_bytes(content)
 
 
-def _cut(files: list[Path]) -> None:
+def _truncated(files: list[Path]) -> None:
     files[0].write_bytes(files[0].read_bytes()[:-1])
 
 
@@ -175,16 +178,18 @@ def _swapped(files: list[Path]) -> None:
     files[1].write_bytes(one)
 
 
-@pytest.mark.parametrize("harm", [_flipped, _cut, _empty, _swapped])
-def test_what_was_altered_is_a_miss_and_goes_to_quarantine(
-    store: BlockStore, harm: Callable[[list[Path]], None]
+@pytest.mark.parametrize("alter", [_flipped, _truncated, _empty, _swapped])
+def test_altered_encrypted_block_is_a_miss_and_is_quarantined(
+    store: BlockStore, alter: Callable[[list[Path]], None]
 ) -> None:
-    keep(store)
+    save_conversation(store)
     nodes = conversation()
-    harm([store.disk.files.path_of(node.key, node.folder) for node in nodes])
+    alter([store.disk.files.path_of(node.key, node.folder) for node in nodes])
     store.pool.clear()
     problems = find_problems(store.folder, store.index)
-    assert nodes[0].key.hex() in {one.subject for one in problems if one.fault.value == "corrupt"}
+    assert nodes[0].key.hex() in {
+        problem.subject for problem in problems if problem.fault.value == "corrupt"
+    }
     assert store.reader.load(nodes[0], ROOT) is None
     store.drain()
     assert store.blocks_quarantined == 1 and nodes[0].key not in store
@@ -202,7 +207,7 @@ def test_what_was_altered_is_a_miss_and_goes_to_quarantine(
         (None, "key", "is not encrypted; leave out --kvpersist-encrypt"),
     ],
 )
-def test_another_key_or_none_touches_nothing(
+def test_wrong_key_or_no_key_is_refused_and_changes_nothing(
     folder: Path,
     key: Path,
     made_with: str | None,
@@ -218,22 +223,22 @@ def test_another_key_or_none_touches_nothing(
         "other": read_key(other),
     }
     with closing(BlockStore(folder, LIMITS, encryption=keys[made_with])) as store:
-        keep(store)
+        save_conversation(store)
     exported = folder.parent / "exported"
     options = ["--kvpersist-encrypt", str(folder.parent / made_with)] if made_with else []
-    at = ["--kvpersist-dir", str(folder)]
-    assert cli.main(["sessions", "export", *at, *options, NAME, str(exported)]) == 0
-    before = everything(folder)
+    location = ["--kvpersist-dir", str(folder)]
+    assert cli.main(["sessions", "export", *location, *options, NAME, str(exported)]) == 0
+    before = inodes_and_sizes(folder)
     with pytest.raises(StoreError, match=advice):
         BlockStore(folder, LIMITS, encryption=keys[opened_with])
     options = ["--kvpersist-encrypt", str(folder.parent / opened_with)] if opened_with else []
     for command in COMMANDS:
         words = command.replace("FILE", str(exported)).split()
         capsys.readouterr()
-        assert cli.main([*words[:2], *at, *options, *words[2:]]) == 1, command
-        said = capsys.readouterr().err
-        assert advice in said and said.count("\n") == 1, command
-    assert everything(folder) == before
+        assert cli.main([*words[:2], *location, *options, *words[2:]]) == 1, command
+        stderr = capsys.readouterr().err
+        assert advice in stderr and stderr.count("\n") == 1, command
+    assert inodes_and_sizes(folder) == before
     with closing(BlockStore(folder, LIMITS, encryption=keys[made_with])) as store:
         assert store.index.totals().n_blocks == 2
 
@@ -257,29 +262,29 @@ COMMANDS = (
 )
 
 
-def test_every_command_takes_the_key(
+def test_every_command_accepts_the_key_and_reveals_nothing(
     folder: Path, key: Path, encryption: Encryption, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with closing(BlockStore(folder, LIMITS, encryption=encryption)) as store:
-        content = keep(store)
-    at = ["--kvpersist-dir", str(folder), "--kvpersist-encrypt", str(key)]
+        content = save_conversation(store)
+    location = ["--kvpersist-dir", str(folder), "--kvpersist-encrypt", str(key)]
     for command in COMMANDS:
         words = command.replace("FILE", str(folder.parent / "exported")).split()
-        assert cli.main([*words[:2], *at, *words[2:]]) == 0, (command, capsys.readouterr())
+        assert cli.main([*words[:2], *location, *words[2:]]) == 0, (command, capsys.readouterr())
         assert traces(folder, content) == set(), command
     with closing(BlockStore(folder, LIMITS, encryption=encryption)) as store:
         assert [session.name for session in store.index.sessions()] == [NAME]
 
 
-def test_an_exported_session_is_for_any_store(
+def test_exported_session_can_be_imported_into_any_store(
     folder: Path, key: Path, encryption: Encryption
 ) -> None:
-    """It is the same file from a store that is encrypted and from one that is not."""
+    """An encrypted store and a plain store export the same file."""
     encrypted = ["--kvpersist-dir", str(folder), "--kvpersist-encrypt", str(key)]
     plain = ["--kvpersist-dir", str(folder.parent / "plain")]
     exported = [folder.parent / "first", folder.parent / "second"]
     with closing(BlockStore(folder, LIMITS, encryption=encryption)) as store:
-        keep(store)
+        save_conversation(store)
     assert cli.main(["sessions", "export", *encrypted, NAME, str(exported[0])]) == 0
     assert cli.main(["sessions", "import", *plain, str(exported[0])]) == 0
     assert cli.main(["sessions", "export", *plain, NAME, str(exported[1])]) == 0
@@ -287,20 +292,20 @@ def test_an_exported_session_is_for_any_store(
 
 
 @pytest.mark.parametrize("content", [None, b""])
-def test_without_its_marker_a_store_is_left_alone(
+def test_encrypted_store_without_its_marker_is_refused_unchanged(
     folder: Path, encryption: Encryption, content: bytes | None
 ) -> None:
-    """Also if somebody has made an empty marker, as for a store that is not encrypted."""
+    """An empty marker, which a plain store accepts, does not help."""
     with closing(BlockStore(folder, LIMITS, encryption=encryption)) as store:
-        keep(store)
+        save_conversation(store)
     marker = folder / "kvpersist-store"
-    kept = marker.read_bytes()
+    marker_content = marker.read_bytes()
     marker.unlink()
-    before = everything(folder)
-    with pytest.raises(StoreError, match="make an empty file of that name") as why:
+    before = inodes_and_sizes(folder)
+    with pytest.raises(StoreError, match="make an empty file of that name") as refused:
         BlockStore(folder, LIMITS, encryption=encryption)
-    line = str(why.value).rpartition("into it: ")[2]
-    assert line in kept.decode()
+    line = str(refused.value).rpartition("into it: ")[2]
+    assert line in marker_content.decode()
     if content is not None:
         marker.write_bytes(content)
         with pytest.raises(StoreFormatError, match="it is encrypted; give its key"):
@@ -308,14 +313,14 @@ def test_without_its_marker_a_store_is_left_alone(
         before["kvpersist-store"] = (marker.lstat().st_ino, 0)
         lock = folder / "lock"
         before["lock"] = (lock.lstat().st_ino, lock.lstat().st_size)
-    assert everything(folder) == before
+    assert inodes_and_sizes(folder) == before
     marker.write_text(line)
     with closing(BlockStore(folder, LIMITS, encryption=encryption)) as store:
         store.drain()
         assert store.index.totals().n_blocks == 2
 
 
-def test_a_missing_package_is_named_before_a_folder_is_made(
+def test_missing_package_is_reported_before_a_folder_is_made(
     folder: Path, key: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "sqlcipher3", None)
@@ -328,23 +333,23 @@ def test_a_missing_package_is_named_before_a_folder_is_made(
 # The index.
 
 
-@pytest.mark.parametrize("harm", ["removed", "first page", "another page", "none"])
-def test_an_index_is_rebuilt_from_encrypted_files(
-    folder: Path, key: Path, encryption: Encryption, harm: str
+@pytest.mark.parametrize("damage", ["removed", "first page", "another page", "none"])
+def test_index_is_rebuilt_from_encrypted_files(
+    folder: Path, key: Path, encryption: Encryption, damage: str
 ) -> None:
     with closing(BlockStore(folder, LIMITS, encryption=encryption)) as store:
-        keep(store)
+        save_conversation(store)
         store.index.database.empty_log()
     path = folder / "index.sqlite"
-    if harm == "removed":
-        for one in folder.glob("index.sqlite*"):
-            one.unlink()
-    elif harm == "none":
-        at = ["--kvpersist-dir", str(folder), "--kvpersist-encrypt", str(key)]
-        assert cli.main(["store", "rebuild", *at]) == 0
+    if damage == "removed":
+        for index_file in folder.glob("index.sqlite*"):
+            index_file.unlink()
+    elif damage == "none":
+        location = ["--kvpersist-dir", str(folder), "--kvpersist-encrypt", str(key)]
+        assert cli.main(["store", "rebuild", *location]) == 0
     else:
         content = bytearray(path.read_bytes())
-        content[40 if harm == "first page" else 5 * 4096 + 40] ^= 1
+        content[40 if damage == "first page" else 5 * 4096 + 40] ^= 1
         path.write_bytes(content)
     with closing(BlockStore(folder, LIMITS, encryption=encryption)) as store:
         store.drain()
@@ -352,15 +357,13 @@ def test_an_index_is_rebuilt_from_encrypted_files(
         assert (totals.n_blocks, totals.n_checkpoints) == (2, 1)
         assert [session.name for session in store.index.sessions()] == [NAME]
         assert store.children(ROOT.key, TEXT)[0].text == TEXT
-        if harm == "none":
-            kept = store.index.state.replies(ROOT.key, [b"digest"])
-            assert kept == {b"digest": pack_ids(IDS)}
+        if damage == "none":
+            replies = store.index.state.replies(ROOT.key, [b"digest"])
+            assert replies == {b"digest": pack_ids(IDS)}
         assert find_problems(folder, store.index) == []
 
 
-def test_errors_of_an_encrypted_index_are_those_of_sqlite(
-    folder: Path, encryption: Encryption
-) -> None:
+def test_encrypted_index_raises_sqlite3_errors(folder: Path, encryption: Encryption) -> None:
     with closing(BlockStore(folder, LIMITS, encryption=encryption)):
         pass
     with closing(Index(folder / "index.sqlite", OwnFiles(folder, encryption))) as index:
@@ -376,29 +379,31 @@ def test_errors_of_an_encrypted_index_are_those_of_sqlite(
             assert "close it" in str(locked.value)
 
 
-def test_a_damaged_index_says_nothing_on_stderr_by_itself(
+def test_damaged_encrypted_index_adds_no_lines_to_stderr(
     folder: Path, key: Path, encryption: Encryption
 ) -> None:
     with closing(BlockStore(folder, LIMITS, encryption=encryption)):
         pass
     with (folder / "index.sqlite").open("r+b") as file:
         file.write(os.urandom(64))
-    at = ["--kvpersist-dir", str(folder), "--kvpersist-encrypt", str(key)]
-    command = [sys.executable, "-m", "mlx_lm_kvpersist", "store", "stats", *at]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "is damaged" in done.stderr
+    location = ["--kvpersist-dir", str(folder), "--kvpersist-encrypt", str(key)]
+    command = [sys.executable, "-m", "mlx_lm_kvpersist", "store", "stats", *location]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (
+        result.returncode == 1 and result.stderr.count("\n") == 1 and "is damaged" in result.stderr
+    )
 
 
 # With a shared store.
 
 
-def test_a_shared_store_gets_blocks_by_its_own_key(
+def test_plain_shared_store_gets_readable_blocks_from_an_encrypted_folder(
     folder: Path, encryption: Encryption, store: BlockStore
 ) -> None:
     store.share(Objects(str(folder.parent / "bucket")), PLAIN)
     shared = store.shared
     assert shared is not None
-    keep(store)
+    save_conversation(store)
     wait_until(lambda: shared.putting.has_done_all, "everything is put")
     node = conversation()[0]
     content = (folder.parent / "bucket" / shared.objects.path(node.key)).read_bytes()
@@ -408,13 +413,13 @@ def test_a_shared_store_gets_blocks_by_its_own_key(
 # The first start.
 
 
-class _Full:
-    """A new file on a full disk: it is made, and nothing can be written to it."""
+class _FileOnFullDisk:
+    """A new file on a full disk: it exists, but every write fails."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
 
-    def __enter__(self) -> _Full:
+    def __enter__(self) -> _FileOnFullDisk:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -424,25 +429,25 @@ class _Full:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_first_start_on_a_full_disk_can_be_repeated(
+def test_start_succeeds_after_a_first_start_on_a_full_disk(
     folder: Path, encryption: Encryption, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kill leaves the unfinished file, and some editors an empty marker."""
+    """A kill leaves an unfinished file, and some editors leave an empty marker."""
     created = store_folder._created
     with monkeypatch.context() as patch:
-        patch.setattr(store_folder, "_created", lambda path: _Full(created(path)))
+        patch.setattr(store_folder, "_created", lambda path: _FileOnFullDisk(created(path)))
         with pytest.raises(StoreError, match="No space left"):
             BlockStore(folder, LIMITS, encryption=encryption)
     assert not (folder / MARKER).exists()
     (folder / f"{MARKER}.12345678.tmp").touch()
     (folder / MARKER).touch()
     with closing(BlockStore(folder, LIMITS, encryption=encryption)) as store:
-        keep(store)
+        save_conversation(store)
     with pytest.raises(StoreError, match="is encrypted; give the key file"):
         BlockStore(folder, LIMITS)
 
 
-def test_two_servers_make_an_encrypted_store_at_the_same_moment(
+def test_two_servers_can_create_an_encrypted_store_at_once(
     folder: Path, encryption: Encryption, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second server starts while the first writes the marker."""
@@ -454,16 +459,16 @@ def test_two_servers_make_an_encrypted_store_at_the_same_moment(
         except StoreError as error:
             refusals.append(str(error))
 
-    second = threading.Thread(target=start)
+    second_server = threading.Thread(target=start)
 
-    def second_starts(path: Path) -> Any:
+    def created_while_second_starts(path: Path) -> Any:
         file = created(path)
         monkeypatch.undo()
-        second.start()
+        second_server.start()
         time.sleep(0.2)
         return file
 
-    monkeypatch.setattr(store_folder, "_created", second_starts)
+    monkeypatch.setattr(store_folder, "_created", created_while_second_starts)
     BlockStore(folder, LIMITS, encryption=encryption).close()
-    second.join()
+    second_server.join()
     assert refusals == []

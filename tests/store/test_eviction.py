@@ -26,22 +26,22 @@ from .conftest import ROOT, arrays_of, chain, leaves, save_turn, state
 OTHER = Root("another", "4b64")
 
 
-def evicted(store: BlockStore) -> list[bytes]:
-    """Have a store evict all of its disk; return the keys in the order in which they went."""
-    gone: list[bytes] = []
+def evict_all(store: BlockStore) -> list[bytes]:
+    """Evict all records on disk; return their keys in the order of eviction."""
+    keys: list[bytes] = []
     disk = store.disk
-    disk.forgotten = gone.extend
+    disk.forgotten = keys.extend
     disk.limits = replace(disk.limits, max_disk_bytes=1)
-    assert not disk.make_room(0)  # the index takes more
-    return gone
+    assert not disk.make_room(0)  # the index alone exceeds the budget
+    return keys
 
 
 def keys_of(*chains: list[Block]) -> list[bytes]:
     return [node.key for nodes in chains for node in nodes]
 
 
-def test_a_chain_that_was_used_at_one_moment_is_evicted_from_its_end(store: BlockStore) -> None:
-    """All of an older conversation is evicted before any block of a newer one, in both tiers."""
+def test_chains_are_evicted_from_the_oldest_and_from_the_leaf(store: BlockStore) -> None:
+    """In both tiers, a conversation is evicted completely before a more recently used one."""
     old, new = chain([1], [2], [3], [4]), chain([5], [6], [7])
     save_turn(store, old, "old")
     save_turn(store, new, "new")
@@ -54,33 +54,33 @@ def test_a_chain_that_was_used_at_one_moment_is_evicted_from_its_end(store: Bloc
         assert store.pool.release(1)
         in_ram += [key for key in before if key not in store.pool]
     assert in_ram == expected
-    assert evicted(store) == expected
+    assert evict_all(store) == expected
 
 
-def test_a_beginning_that_several_use_stays_for_as_long_as_one_of_them(store: BlockStore) -> None:
+def test_shared_prefix_is_evicted_with_its_last_conversation(store: BlockStore) -> None:
     first, second = chain([1], [2], [3]), chain([1], [2], [4])
     save_turn(store, first, "first")
     save_turn(store, chain([9]), "between")
     save_turn(store, second, "second")
     expected = keys_of(first[2:], chain([9]), second[::-1])
-    assert evicted(store) == expected
+    assert evict_all(store) == expected
 
 
 @pytest.mark.parametrize("root", [ROOT, OTHER], ids=["one model", "two models"])
-def test_of_blocks_used_at_one_moment_the_deepest_goes_first(tmp_path: Path, root: Root) -> None:
+def test_among_blocks_of_equal_age_the_deepest_is_evicted_first(tmp_path: Path, root: Root) -> None:
     deep = chain([1], [2], [3])
     flat = [chain([n], parent=root.key)[0] for n in range(10, 18)]
     with closing(Index(tmp_path / "index.sqlite")) as index:
         index.add_blocks(ROOT, [(node, 1) for node in deep], 5.0)
         index.add_blocks(root, [(node, 1) for node in flat], 5.0)
-        gone = []
+        evicted = []
         for _ in deep[1:]:
-            gone.append(leaves(index)[0][1])
-            index.forget(gone[-1])
-        assert gone == [deep[2].key, deep[1].key]
+            evicted.append(leaves(index)[0][1])
+            index.forget(evicted[-1])
+        assert evicted == [deep[2].key, deep[1].key]
 
 
-def test_a_checkpoint_goes_before_the_blocks_that_were_used_with_it(store: BlockStore) -> None:
+def test_checkpoint_leaves_ram_before_blocks_of_equal_age(store: BlockStore) -> None:
     nodes = chain([1], [2])
     save_turn(store, nodes, "s", [state(nodes[1])])
     save_turn(store, chain([3]), "t")
@@ -91,7 +91,7 @@ def test_a_checkpoint_goes_before_the_blocks_that_were_used_with_it(store: Block
     assert all(node.key in store.pool for node in nodes)
 
 
-def test_the_order_survives_a_restart_and_a_rebuild(store: BlockStore) -> None:
+def test_order_of_eviction_survives_a_restart_and_a_rebuild(store: BlockStore) -> None:
     for n in range(4):
         save_turn(store, chain([n]), f"{n}")
     store.touch([chain([1])[0].key])
@@ -114,16 +114,16 @@ def test_pinned_sessions_are_never_evicted(store: BlockStore) -> None:
         assert disk.index.keys() == {node.key for node in chain([1], [2])}
 
 
-# Evicted blocks that come back.
+# Replies, index rows, and evicted blocks that come back.
 
 
-def serve(pool: BlockPool, nodes: list[Block]) -> None:
+def put_and_touch(pool: BlockPool, nodes: list[Block]) -> None:
     for node in nodes:
         pool.put(KVBlock(node, None, 10, is_stored=True))
     pool.touch(node.key for node in nodes)
 
 
-def test_remembered_replies_keep_to_the_budget(store: BlockStore) -> None:
+def test_remembered_replies_stay_within_the_disk_budget(store: BlockStore) -> None:
     fill(store)
     replies = {bytes([n]) * 16: bytes(30 << 10) for n in range(24)}
     store.commit(Commit(ROOT, (), replies=replies), [])
@@ -137,7 +137,7 @@ def test_remembered_replies_keep_to_the_budget(store: BlockStore) -> None:
     assert store.replies(ROOT.key, list(too_many)) == {}
 
 
-def test_rows_of_turns_that_are_saved_together_keep_to_the_budget(store: BlockStore) -> None:
+def test_index_rows_of_one_transaction_stay_within_the_disk_budget(store: BlockStore) -> None:
     fill(store)
     empty = {"0.k": mx.zeros((1, 1))}
     mx.eval(empty)
@@ -157,20 +157,20 @@ def fill(store: BlockStore) -> None:
             return
 
 
-def test_what_was_evicted_and_asked_for_again_is_counted() -> None:
+def test_pool_counts_tokens_that_return_after_eviction() -> None:
     pool = BlockPool(20)
-    serve(pool, chain([1, 2], [3]))
-    serve(pool, chain([4], [5]))
+    put_and_touch(pool, chain([1, 2], [3]))
+    put_and_touch(pool, chain([4], [5]))
     assert pool.stats()["asked_again_tokens"] == 0
-    serve(pool, chain([1, 2], [3]))
-    serve(pool, chain([6]))
+    put_and_touch(pool, chain([1, 2], [3]))
+    put_and_touch(pool, chain([6]))
     assert pool.stats()["asked_again_tokens"] == 3
-    pool.remove(chain([6])[0].key)  # not to make room
-    serve(pool, chain([6]))
+    pool.remove(chain([6])[0].key)  # removed, but not evicted
+    put_and_touch(pool, chain([6]))
     assert pool.stats()["asked_again_tokens"] == 3
 
 
-def test_what_the_disk_evicted_and_gets_again_is_counted(store: BlockStore) -> None:
+def test_disk_counts_tokens_that_return_after_eviction(store: BlockStore) -> None:
     save_turn(store, chain([1], [2, 3]), "s")
     disk = store.disk
     limits = disk.limits
@@ -193,8 +193,8 @@ def save_for(store: BlockStore, root: Root, *ids: int) -> list[Block]:
     return nodes
 
 
-def test_a_model_that_has_more_than_its_share_makes_room_itself(store: BlockStore) -> None:
-    first = save_for(store, ROOT, *range(3))  # used for longest
+def test_model_above_its_share_is_evicted_first(store: BlockStore) -> None:
+    first = save_for(store, ROOT, *range(3))  # the least recently used
     for n in range(10):
         save_for(store, OTHER, *range(100 * n, 100 * n + 8))
     used = store.disk.used_bytes()
@@ -211,10 +211,10 @@ def test_a_model_that_has_more_than_its_share_makes_room_itself(store: BlockStor
         assert not {node.key for node in first} & disk.index.keys()
 
 
-def test_a_share_is_one_of_what_a_full_volume_leaves(
+def test_model_share_is_a_share_of_the_space_on_a_full_volume(
     tmp_path: Path, limits: StoreLimits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The budget of the store is far away, and the least free space is not."""
+    """The store is far below its budget, but the volume is at its minimum of free space."""
     limits = replace(limits, max_disk_bytes=1 << 40, min_free_bytes=1 << 20)
     with closing(BlockStore(tmp_path / "store", replace(limits, model_share=0.5))) as store:
         disk = store.disk
@@ -226,7 +226,7 @@ def test_a_share_is_one_of_what_a_full_volume_leaves(
         assert disk.n_evicted > 20 and not store.turns_not_saved
 
 
-def test_a_model_that_is_alone_may_have_all(tmp_path: Path, limits: StoreLimits) -> None:
+def test_only_model_in_a_store_may_exceed_its_share(tmp_path: Path, limits: StoreLimits) -> None:
     store = BlockStore(tmp_path / "store", replace(limits, model_share=0.01))
     save_for(store, ROOT, *range(8))
     with closing(store):
@@ -235,7 +235,7 @@ def test_a_model_that_is_alone_may_have_all(tmp_path: Path, limits: StoreLimits)
 
 
 def test_remembered_replies_leave_room_for_blocks(tmp_path: Path) -> None:
-    """Otherwise a small store fills with replies, and saves nothing any more."""
+    """Otherwise a small store fills with replies and saves no more blocks."""
     limits = StoreLimits(max_ram_bytes=64 << 20, max_disk_bytes=4 << 20)
     with closing(BlockStore(tmp_path / "store", limits)) as store:
         for n in range(160):
@@ -246,15 +246,15 @@ def test_remembered_replies_leave_room_for_blocks(tmp_path: Path) -> None:
         assert not store.turns_not_saved and store.index.totals().n_blocks == 3
 
 
-def test_space_that_a_dead_process_announced_evicts_nothing(tmp_path: Path) -> None:
-    """`sessions import` was killed beside a server that goes on."""
+def test_space_announced_by_a_dead_process_evicts_nothing(tmp_path: Path) -> None:
+    """`sessions import` is killed, and a server continues."""
     limits = StoreLimits(max_ram_bytes=64 << 20, max_disk_bytes=8 << 20)
     with closing(BlockStore(tmp_path / "store", limits)) as store:
         for n in range(12):
             save_turn(store, chain([n], [n + 50, 2]))
         writing = store.folder / "writing"
         writing.mkdir(mode=0o700, exist_ok=True)
-        (writing / "01234567.lock").write_text(f"{6 << 20:020d}")  # nobody holds its lock
+        (writing / "01234567.lock").write_text(f"{6 << 20:020d}")  # no process has this lock
         store.disk.quarantine(chain([0])[-1].key, "a test")
         save_turn(store, chain([99]))
         assert list(store.disk.files.paths("quarantine"))
@@ -264,7 +264,7 @@ def test_space_that_a_dead_process_announced_evicts_nothing(tmp_path: Path) -> N
 def test_files_that_cannot_be_removed_count_towards_the_budget(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as files with the flag uchg on macOS. New files can be made."""
+    """An example is the flag uchg on macOS. New files can be made."""
     unlink = os.unlink
 
     def refused(path: Any, **options: Any) -> None:
@@ -279,7 +279,7 @@ def test_files_that_cannot_be_removed_count_towards_the_budget(
     assert n_bytes <= store.limits.max_disk_bytes
 
 
-def test_a_file_that_cannot_be_removed_stops_no_later_turn(
+def test_later_turns_are_saved_if_a_file_cannot_be_removed(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for n in range(12):
@@ -303,7 +303,7 @@ def test_a_file_that_cannot_be_removed_stops_no_later_turn(
 
 
 @pytest.mark.parametrize("is_reachable", [True, False])
-def test_a_volume_that_other_files_fill_costs_no_stored_turn(
+def test_store_evicts_only_if_eviction_can_free_enough_space(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch, is_reachable: bool
 ) -> None:
     for n in range(3):

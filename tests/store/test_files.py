@@ -45,11 +45,11 @@ NODE = Block(
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
-@pytest.mark.parametrize("copies", [False, True], ids=["as-they-are", "copies-as-on-cuda"])
-def test_reads_what_was_written(
-    tmp_path: Path, dtype: mx.Dtype, copies: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_cuda", [False, True], ids=["without-cuda", "with-cuda"])
+def test_written_block_file_is_read_back_unchanged(
+    tmp_path: Path, dtype: mx.Dtype, has_cuda: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mx.cuda, "is_available", lambda: copies)
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: has_cuda)
     arrays = {name: a.astype(dtype) for name, a in arrays_of(NODE).items()}
     arrays["0.v"] = mx.zeros((2, 1, 3, 0), dtype)  # an indexer has only keys
     mx.eval(arrays)
@@ -66,7 +66,7 @@ def test_reads_what_was_written(
 
 
 @pytest.mark.parametrize("encryption", [PLAIN, Cipher(bytes(32))], ids=["plain", "encrypted"])
-def test_arrays_of_any_dtype_are_read_as_they_were_written(
+def test_arrays_of_every_dtype_are_read_back_unchanged(
     tmp_path: Path, encryption: Encryption
 ) -> None:
     integers = [mx.uint8, mx.uint16, mx.uint32, mx.uint64, mx.int8, mx.int16, mx.int32, mx.int64]
@@ -83,39 +83,39 @@ def test_arrays_of_any_dtype_are_read_as_they_were_written(
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
-def test_a_sound_file_that_cannot_be_read_now_is_no_damage(
+def test_failed_read_of_an_intact_file_raises_os_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_gone: bool
 ) -> None:
-    """Another process may have evicted it; otherwise the machine has the fault."""
+    """Another process may have evicted the file; otherwise the machine is at fault."""
     path = block_path(tmp_path, NODE.key)
     write_block(path, NODE, ROOT, arrays_of(NODE))
 
-    def fails(name: str) -> None:
+    def fail(name: str) -> None:
         if is_gone:
             path.unlink()
         raise RuntimeError("bad luck")
 
-    monkeypatch.setattr(mx, "load", fails)
+    monkeypatch.setattr(mx, "load", fail)
     with pytest.raises(OSError) as error:
         read_file(path)
     assert isinstance(error.value, FileNotFoundError) == is_gone
 
 
-def test_on_cuda_the_writer_reads_no_array_of_the_pool(
+def test_writer_reads_copies_of_arrays_on_cuda(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A read on the host moves an array out of the GPU's memory."""
+    """If the host reads an array of the pool, it moves out of the GPU's memory."""
     arrays, read = arrays_of(NODE), []
 
-    def noted(array: Any) -> memoryview:
+    def record_read(array: Any) -> memoryview:
         read.append(array)
         return memoryview(array)
 
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(files, "memoryview", noted, raising=False)
+    monkeypatch.setattr(files, "memoryview", record_read, raising=False)
     write_block(block_path(tmp_path, NODE.key), NODE, ROOT, arrays)
     assert len(read) >= len(arrays)
-    assert not any(one is array for one in read for array in arrays.values())
+    assert not any(item is array for item in read for array in arrays.values())
 
 
 @pytest.mark.parametrize(
@@ -131,19 +131,19 @@ def test_on_cuda_the_writer_reads_no_array_of_the_pool(
         '{"a": ["float32", [2000000000, 2000000000]]}',
     ],
 )
-def test_empty_arrays_that_are_described_wrongly_are_damage(
+def test_invalid_description_of_empty_arrays_is_corrupt(
     tmp_path: Path, empty: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    described = {**metadata_of(NODE, ROOT), "empty": empty}
-    monkeypatch.setattr("mlx_lm_kvpersist.store.files.metadata_of", lambda *_: described)
+    metadata = {**metadata_of(NODE, ROOT), "empty": empty}
+    monkeypatch.setattr("mlx_lm_kvpersist.store.files.metadata_of", lambda *_: metadata)
     path = block_path(tmp_path, NODE.key)
     write_block(path, NODE, ROOT, arrays_of(NODE))
     with pytest.raises(BlockCorrupt, match="metadata cannot be read"):
         read_file(path)
 
 
-def test_what_was_read_may_be_used_by_any_thread(tmp_path: Path) -> None:
-    """MLX raises on an array that another thread has not evaluated."""
+def test_loaded_arrays_can_be_used_in_another_thread(tmp_path: Path) -> None:
+    """MLX raises if another thread made the array and did not evaluate it."""
     written = {"0.k": mx.ones((2, 1, 3, 8)), "0.v": mx.zeros((2, 1, 3, 0), mx.bfloat16)}
     mx.eval(written)
     path = block_path(tmp_path, NODE.key)
@@ -155,7 +155,7 @@ def test_what_was_read_may_be_used_by_any_thread(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", [{"packed_ids": pack_ids([1, 2, 4])}, {"start": 3}])
-def test_the_file_of_another_block_is_damage(store: BlockStore, other: dict[str, Any]) -> None:
+def test_file_of_another_block_is_quarantined(store: BlockStore, other: dict[str, Any]) -> None:
     save_turn(store, [NODE])
     store.pool.clear()
     assert store.reader.load(NODE, ROOT) is not None
@@ -165,7 +165,7 @@ def test_the_file_of_another_block_is_damage(store: BlockStore, other: dict[str,
     assert store.blocks_quarantined == 1
 
 
-def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
+def test_only_the_owner_may_read_files_and_folders(tmp_path: Path) -> None:
     old = os.umask(0)
     try:
         write_block(block_path(tmp_path / "store", NODE.key), NODE, ROOT, arrays_of(NODE))
@@ -185,7 +185,7 @@ def test_a_block_is_never_overwritten(tmp_path: Path) -> None:
     assert (path.read_bytes(), path.stat().st_ino) == before
 
 
-def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_write_leaves_no_files(tmp_path: Path) -> None:
     def write(path: Path) -> int:
         write_block(path, NODE, ROOT, arrays_of(NODE))
         raise OSError("no space left on device")
@@ -196,7 +196,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_an_announcement_that_cannot_be_written_does_not_count(
+def test_failed_announcement_of_space_is_not_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: object) -> None:
@@ -213,10 +213,10 @@ def test_an_announcement_that_cannot_be_written_does_not_count(
             patch.setattr(os, "pwrite", full)
             staging.announce(-1)
         staging.announce(2)
-        assert staged_bytes(files) == (2, 0)  # what was given back counts no more
+        assert staged_bytes(files) == (2, 0)  # the returned byte no longer counts
 
 
-def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+def test_flipped_bits_are_detected_or_change_nothing(tmp_path: Path) -> None:
     arrays = arrays_of(NODE)
     write_block(block_path(tmp_path, NODE.key), NODE, ROOT, arrays)
     path = block_path(tmp_path, NODE.key)
@@ -229,7 +229,7 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
             node, root, loaded = read_file(block_path(tmp_path, NODE.key))
         except BlockCorrupt:
             continue
-        # A flip in the header's padding changes nothing that anyone reads.
+        # A flip in the header's padding changes neither record nor arrays.
         assert (node, root) == (NODE, ROOT)
         assert checksum(loaded, {}) == checksum(arrays, {})
 
@@ -252,8 +252,8 @@ def test_a_renamed_file_is_corrupt(tmp_path: Path) -> None:
         read_file(block_path(tmp_path, other.key))
 
 
-def test_only_a_regular_file_is_opened(tmp_path: Path) -> None:
-    """A link or a pipe is not a block: a link's target is not read, a pipe is not waited for."""
+def test_open_regular_refuses_links_and_pipes(tmp_path: Path) -> None:
+    """A link's target is read only with `follow`, and a pipe is not waited for."""
     (real := tmp_path / "real").write_bytes(b"content")
     (link := tmp_path / "link").symlink_to(real)
     os.mkfifo(pipe := tmp_path / "pipe")
@@ -267,12 +267,12 @@ def test_only_a_regular_file_is_opened(tmp_path: Path) -> None:
         open_regular(tmp_path / "nothing")
 
 
-def test_a_missing_file_is_missing(tmp_path: Path) -> None:
+def test_reading_a_missing_file_raises_file_not_found(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         read_file(block_path(tmp_path, NODE.key))
 
 
-def test_a_file_with_more_behind_its_arrays_is_damaged(tmp_path: Path) -> None:
+def test_file_with_bytes_after_its_arrays_is_corrupt(tmp_path: Path) -> None:
     path = block_path(tmp_path, NODE.key)
     write_block(path, NODE, ROOT, arrays_of(NODE))
     with path.open("ab") as file:
@@ -282,14 +282,14 @@ def test_a_file_with_more_behind_its_arrays_is_damaged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("offsets", [[4, 8], [0, 8], [0, 3]])
-def test_arrays_lie_one_after_the_other_from_the_start(offsets: list[int]) -> None:
+def test_header_with_wrong_array_offsets_is_refused(offsets: list[int]) -> None:
     array = {"dtype": "U32", "shape": [1], "data_offsets": offsets}
     with pytest.raises(ValueError, match="a takes 4 bytes"):
         header = json.dumps({"__metadata__": {}, "a": array}).encode()
         read_header(BytesIO(len(header).to_bytes(8, "little") + header + bytes(4)))
 
 
-def test_a_size_that_mlx_cannot_have_is_refused() -> None:
+def test_header_with_a_shape_too_large_for_mlx_is_refused() -> None:
     """MLX would raise a RuntimeError, as if this machine could not read the file."""
     array = {"dtype": "U32", "shape": [0, 1 << 70], "data_offsets": [0, 0]}
     with pytest.raises(ValueError, match="shape"):

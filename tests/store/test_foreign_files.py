@@ -63,7 +63,7 @@ def check_untouched(files: dict[Path, bytes]) -> None:
         assert path.is_file() and path.read_bytes() == content, path
 
 
-def everything(folder: Path) -> dict[str, tuple[int, int]]:
+def inodes_and_sizes(folder: Path) -> dict[str, tuple[int, int]]:
     """Return inode and size of all files in a folder."""
     return {
         str(path.relative_to(folder)): (path.lstat().st_ino, path.lstat().st_size)
@@ -100,11 +100,11 @@ def test_a_folder_of_somebody_elses_is_refused_untouched(
 ) -> None:
     folder = tmp_path / "home"
     files = fill(folder, names)
-    before = everything(folder)
+    before = inodes_and_sizes(folder)
     with pytest.raises(StoreError, match="holds no store") as refused:
         BlockStore(folder, limits)
     assert "\n" not in str(refused.value)
-    assert everything(folder) == before
+    assert inodes_and_sizes(folder) == before
     check_untouched(files)
 
 
@@ -124,11 +124,11 @@ def test_every_command_refuses_a_folder_of_somebody_elses(
     tmp_path: Path, argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     fill(tmp_path / "home")
-    before = everything(tmp_path / "home")
+    before = inodes_and_sizes(tmp_path / "home")
     assert command(*argv, "--kvpersist-dir", tmp_path / "home") == 1
     said = capsys.readouterr().err
     assert "holds no store" in said and said.count("\n") == 1
-    assert everything(tmp_path / "home") == before
+    assert inodes_and_sizes(tmp_path / "home") == before
 
 
 def test_import_refuses_a_folder_of_somebody_elses(
@@ -137,11 +137,11 @@ def test_import_refuses_a_folder_of_somebody_elses(
     exported = tmp_path / "exported"
     assert command("sessions", "export", "--kvpersist-dir", folder, "s1", exported) == 0
     fill(tmp_path / "home")
-    before = everything(tmp_path / "home")
+    before = inodes_and_sizes(tmp_path / "home")
     at = ("--kvpersist-dir", tmp_path / "home")
     assert command("sessions", "import", *at, exported) == 1
     assert "holds no store" in capsys.readouterr().err
-    assert everything(tmp_path / "home") == before
+    assert inodes_and_sizes(tmp_path / "home") == before
 
 
 def test_an_index_of_somebody_elses_is_not_ours(tmp_path: Path, limits: StoreLimits) -> None:
@@ -152,10 +152,10 @@ def test_an_index_of_somebody_elses_is_not_ours(tmp_path: Path, limits: StoreLim
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("CREATE TABLE blocks (key BLOB PRIMARY KEY)")
     db.commit()
-    before = everything(folder)
+    before = inodes_and_sizes(folder)
     with pytest.raises(StoreError, match="holds no store"):
         BlockStore(folder, limits)
-    assert everything(folder) == before
+    assert inodes_and_sizes(folder) == before
     db.close()
 
 
@@ -370,10 +370,10 @@ def test_the_folder_itself_may_be_a_link(folder: Path, tmp_path: Path) -> None:
 
 def test_a_store_without_its_marker_is_left_alone_until_it_has_one(folder: Path) -> None:
     (folder / "kvpersist-store").unlink()
-    before = everything(folder)
+    before = inodes_and_sizes(folder)
     with pytest.raises(StoreError, match="make an empty file of that name"):
         BlockStore(folder, StoreLimits(4 << 20, 4 << 20))
-    assert everything(folder) == before
+    assert inodes_and_sizes(folder) == before
     (folder / "kvpersist-store").touch()
     store = BlockStore(folder, StoreLimits(4 << 20, 4 << 20))
     store.drain()
