@@ -1,4 +1,4 @@
-"""The store harms no foreign file, whatever its folder."""
+"""The store changes no file that it did not make, in any folder."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def command(*argv: str | Path) -> int:
     [FOREIGN, ("notes.txt",), ("blocks/ab/photo.jpg",), ("kvpersist-store.notes.txt",)],
     ids=lambda names: names[-1],
 )
-def test_a_folder_of_somebody_elses_is_refused_untouched(
+def test_folder_with_foreign_files_is_refused_unchanged(
     tmp_path: Path, limits: StoreLimits, names: tuple[str, ...]
 ) -> None:
     folder = tmp_path / "home"
@@ -120,31 +120,31 @@ def test_a_folder_of_somebody_elses_is_refused_untouched(
     ],
     ids=" ".join,
 )
-def test_every_command_refuses_a_folder_of_somebody_elses(
+def test_every_command_refuses_a_folder_with_foreign_files(
     tmp_path: Path, argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     fill(tmp_path / "home")
     before = inodes_and_sizes(tmp_path / "home")
     assert command(*argv, "--kvpersist-dir", tmp_path / "home") == 1
-    said = capsys.readouterr().err
-    assert "holds no store" in said and said.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert "holds no store" in stderr and stderr.count("\n") == 1
     assert inodes_and_sizes(tmp_path / "home") == before
 
 
-def test_import_refuses_a_folder_of_somebody_elses(
+def test_import_refuses_a_folder_with_foreign_files(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     exported = tmp_path / "exported"
     assert command("sessions", "export", "--kvpersist-dir", folder, "s1", exported) == 0
     fill(tmp_path / "home")
     before = inodes_and_sizes(tmp_path / "home")
-    at = ("--kvpersist-dir", tmp_path / "home")
-    assert command("sessions", "import", *at, exported) == 1
+    location = ("--kvpersist-dir", tmp_path / "home")
+    assert command("sessions", "import", *location, exported) == 1
     assert "holds no store" in capsys.readouterr().err
     assert inodes_and_sizes(tmp_path / "home") == before
 
 
-def test_an_index_of_somebody_elses_is_not_ours(tmp_path: Path, limits: StoreLimits) -> None:
+def test_folder_with_a_foreign_index_is_refused(tmp_path: Path, limits: StoreLimits) -> None:
     """A foreign index.sqlite may have a table of blocks, even in WAL mode."""
     folder = tmp_path / "home"
     folder.mkdir()
@@ -159,11 +159,11 @@ def test_an_index_of_somebody_elses_is_not_ours(tmp_path: Path, limits: StoreLim
     db.close()
 
 
-# An empty name.
+# Empty and relative names of the folder.
 
 
 @pytest.mark.parametrize("name", ["", " "])
-def test_an_empty_name_is_refused_by_server_and_commands(
+def test_server_and_commands_refuse_an_empty_folder_name(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
 
@@ -186,7 +186,7 @@ def test_an_empty_name_is_refused_by_server_and_commands(
 
 
 @pytest.mark.parametrize(("name", "value"), [("XDG_CACHE_HOME", "cache"), ("HOME", "")])
-def test_the_environment_names_no_folder_of_the_current_one(
+def test_default_folder_is_never_relative_to_the_current_folder(
     name: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
@@ -211,8 +211,8 @@ def evict_everything(folder: Path) -> None:
 
 def verify_and_fix(folder: Path) -> None:
     disk = DiskStore(folder, StoreLimits(0, 1 << 40))
-    one = next(iter(disk.index.keys()))
-    block_path(folder, one).write_bytes(b"damaged")
+    key = next(iter(disk.index.keys()))
+    block_path(folder, key).write_bytes(b"damaged")
     block_path(folder, sorted(disk.index.keys())[-1]).unlink()
     problems = find_problems(folder, disk.index)
     assert problems
@@ -241,14 +241,14 @@ def open_and_sweep(folder: Path) -> None:
 
 def import_a_session(folder: Path) -> None:
     exported = folder.parent / "exported"
-    at = ("--kvpersist-dir", folder)
-    assert command("sessions", "export", *at, "s1", exported) == 0
-    assert command("sessions", "rm", *at, "s1") == 0
+    location = ("--kvpersist-dir", folder)
+    assert command("sessions", "export", *location, "s1", exported) == 0
+    assert command("sessions", "rm", *location, "s1") == 0
     room = ("--kvpersist-min-free", "0")
-    assert command("sessions", "import", *at, exported, *room) == 0
+    assert command("sessions", "import", *location, exported, *room) == 0
 
 
-WORK = [
+OPERATIONS = [
     open_and_sweep,
     evict_everything,
     verify_and_fix,
@@ -258,14 +258,16 @@ WORK = [
 ]
 
 
-@pytest.mark.parametrize("work", WORK, ids=lambda work: work.__name__)
-def test_foreign_files_in_a_store_stay(folder: Path, work: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
+def test_foreign_files_in_a_store_are_not_changed(
+    folder: Path, operation: Callable[[Path], None]
+) -> None:
     files = fill(folder)
-    work(folder)
+    operation(folder)
     check_untouched(files)
 
 
-def test_foreign_files_are_not_counted(folder: Path) -> None:
+def test_foreign_files_do_not_count_as_used_space(folder: Path) -> None:
     disk = DiskStore(folder, StoreLimits(0, 1 << 40))
     used = disk.used_bytes()
     fill(folder)
@@ -295,20 +297,20 @@ def test_a_link_in_place_of_a_folder_or_the_index_is_refused(
     check_untouched(files)
 
 
-@pytest.mark.parametrize("work", WORK, ids=lambda work: work.__name__)
-def test_links_inside_are_not_followed(
-    folder: Path, tmp_path: Path, work: Callable[[Path], None]
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
+def test_links_inside_a_store_are_not_followed(
+    folder: Path, tmp_path: Path, operation: Callable[[Path], None]
 ) -> None:
-    """Links to folders and files outside, by names of the store's own form."""
+    """The links point outside the store and have names of the store's own form."""
     outside: dict[Path, bytes] = {}
     for number, name in enumerate(("blocks", "checkpoints")):
-        there = tmp_path / f"outside{number}"
-        outside |= fill(there, (f"{'00' * 16}.safetensors",))
-        (folder / name / "00").symlink_to(there)
-        one = fill(tmp_path, (f"file{number}",))
-        outside |= one
+        target = tmp_path / f"outside{number}"
+        outside |= fill(target, (f"{'00' * 16}.safetensors",))
+        (folder / name / "00").symlink_to(target)
+        target_file = fill(tmp_path, (f"file{number}",))
+        outside |= target_file
         (folder / name / "01").mkdir()
-        (folder / name / "01" / f"{'01' * 16}.safetensors").symlink_to(next(iter(one)))
+        (folder / name / "01" / f"{'01' * 16}.safetensors").symlink_to(next(iter(target_file)))
     outside |= fill(tmp_path, ("a session",))
     (folder / "sessions" / "00c0ffee.json").symlink_to(tmp_path / "a session")
     used = DiskStore(folder, StoreLimits(0, 1 << 40)).used_bytes()
@@ -317,7 +319,7 @@ def test_links_inside_are_not_followed(
         for path in folder.rglob("*")
         if path.is_file() and not path.is_symlink()
     )
-    work(folder)
+    operation(folder)
     check_untouched(outside)
     assert (folder / "blocks" / "00").is_symlink()
     assert (folder / "blocks" / "01" / f"{'01' * 16}.safetensors").is_symlink()
@@ -338,7 +340,7 @@ def test_a_link_in_place_of_a_block_is_left_alone(folder: Path, tmp_path: Path) 
     disk.close()
 
 
-def test_a_link_in_place_of_a_sessions_file_is_left_alone(folder: Path, tmp_path: Path) -> None:
+def test_a_link_in_place_of_a_sidecar_is_left_alone(folder: Path, tmp_path: Path) -> None:
     with closing(DiskStore(folder, StoreLimits(0, 1 << 40))) as disk:
         session = disk.index.sessions()[0]
         path, secret = folder / "sessions" / f"{session.id}.json", tmp_path / "secret"
@@ -368,7 +370,7 @@ def test_the_folder_itself_may_be_a_link(folder: Path, tmp_path: Path) -> None:
 # Marker.
 
 
-def test_a_store_without_its_marker_is_left_alone_until_it_has_one(folder: Path) -> None:
+def test_store_opens_only_with_its_marker(folder: Path) -> None:
     (folder / "kvpersist-store").unlink()
     before = inodes_and_sizes(folder)
     with pytest.raises(StoreError, match="make an empty file of that name"):
@@ -381,14 +383,14 @@ def test_a_store_without_its_marker_is_left_alone_until_it_has_one(folder: Path)
     store.close()
 
 
-def test_an_empty_folder_is_taken(tmp_path: Path, limits: StoreLimits) -> None:
+def test_empty_folder_becomes_a_store(tmp_path: Path, limits: StoreLimits) -> None:
     for name in (".DS_Store", "lost+found"):
         (tmp_path / name).touch()
     BlockStore(tmp_path, limits).close()
     assert (tmp_path / "kvpersist-store").read_text().startswith("This folder is a store")
 
 
-# One module.
+# Only folder.py removes and moves files.
 
 REMOVERS = {"unlink", "rename", "renames", "rmdir", "rmtree", "removedirs", "move", "truncate"}
 
@@ -412,16 +414,16 @@ def removals(path: Path) -> Iterator[str]:
             yield f"{path.name}:{node.lineno} {ast.unparse(node.func)}"
 
 
-def test_one_module_removes_and_moves_files() -> None:
-    found = {path.name: list(removals(path)) for path in (PACKAGE / "store").glob("*.py")}
-    assert len(found.pop("folder.py")) == 4
-    assert {name: calls for name, calls in found.items() if calls} == {}
+def test_only_folder_py_removes_and_moves_files() -> None:
+    calls_by_module = {path.name: list(removals(path)) for path in (PACKAGE / "store").glob("*.py")}
+    assert len(calls_by_module.pop("folder.py")) == 4
+    assert {name: calls for name, calls in calls_by_module.items() if calls} == {}
 
 
 # Pipes and devices.
 
 
-def test_a_pipe_in_place_of_a_block_freezes_nothing(folder: Path) -> None:
+def test_pipe_in_place_of_a_block_is_a_miss(folder: Path) -> None:
     node = chain([9])[0]
     for path in (
         block_path(folder, node.key),
@@ -437,21 +439,21 @@ def test_a_pipe_in_place_of_a_block_freezes_nothing(folder: Path) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("number", [errno.ENXIO, errno.ENOTSUP, errno.EOPNOTSUPP])
-def test_a_socket_is_no_regular_file_on_any_system(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+@pytest.mark.parametrize("error_number", [errno.ENXIO, errno.ENOTSUP, errno.EOPNOTSUPP])
+def test_socket_is_refused_as_a_file_on_every_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error_number: int
 ) -> None:
-    """Linux opens none with ENXIO, macOS with another number."""
+    """Opening a socket raises ENXIO on Linux, and another error on macOS."""
 
     def refuse(*args: object) -> int:
-        raise OSError(number, os.strerror(number))
+        raise OSError(error_number, os.strerror(error_number))
 
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(BlockCorrupt, match="is not a regular file"):
         open_regular(tmp_path / "socket")
 
 
-def test_import_of_a_pipe_is_refused(
+def test_import_of_a_pipe_or_device_is_refused(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     os.mkfifo(tmp_path / "pipe")
@@ -461,7 +463,9 @@ def test_import_of_a_pipe_is_refused(
 
 
 @pytest.mark.parametrize("claimed", [10 << 30, (1 << 64) - 1, 50_000])
-def test_a_header_longer_than_its_file_is_not_read(folder: Path, claimed: int) -> None:
+def test_block_with_a_header_longer_than_its_file_is_quarantined(
+    folder: Path, claimed: int
+) -> None:
     key = chain([9])[0].key
     path = block_path(folder, key)
     path.write_bytes(claimed.to_bytes(8, "little") + path.read_bytes()[8:50_000])
@@ -472,7 +476,9 @@ def test_a_header_longer_than_its_file_is_not_read(folder: Path, claimed: int) -
     store.close()
 
 
-def test_a_loose_mode_is_mentioned_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_folder_that_others_may_list_is_logged_once(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     DiskStore(folder, StoreLimits(0, 1 << 40)).close()
     assert not caplog.records
     folder.chmod(0o755)
@@ -483,7 +489,7 @@ def test_a_loose_mode_is_mentioned_once(folder: Path, caplog: pytest.LogCaptureF
     assert stat.S_IMODE(folder.stat().st_mode) == 0o755
 
 
-def test_a_link_that_comes_between_the_check_and_the_removal_leads_nowhere(
+def test_link_made_between_check_and_removal_is_not_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
@@ -493,13 +499,13 @@ def test_a_link_that_comes_between_the_check_and_the_removal_leads_nowhere(
         (folder / path.name).write_text(folder.name)
     unlink = os.unlink
 
-    def swapped(*args: Any, **kwargs: Any) -> None:
+    def swap_and_unlink(*args: Any, **kwargs: Any) -> None:
         path.parent.rename(store / "was here")
         path.parent.symlink_to(elsewhere)
         unlink(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", swapped)
+        patch.setattr(os, "unlink", swap_and_unlink)
         assert OwnFiles(store).remove(path)
     assert (elsewhere / path.name).read_text() == "elsewhere"
     assert not (store / "was here" / path.name).exists()
@@ -520,14 +526,14 @@ def test_a_link_that_comes_between_the_check_and_the_removal_leads_nowhere(
         "index.sqlite3",
     ],
 )
-def test_a_name_that_is_almost_the_stores_is_foreign(tmp_path: Path, name: str) -> None:
+def test_file_with_a_name_similar_to_the_stores_is_foreign(tmp_path: Path, name: str) -> None:
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).touch()
     assert not has_own_name(name) and not OwnFiles(tmp_path).remove(tmp_path / name)
     assert (tmp_path / name).exists()
 
 
-def test_a_block_with_another_hard_link_loses_one_name(folder: Path, tmp_path: Path) -> None:
+def test_eviction_keeps_another_hard_link_to_a_block(folder: Path, tmp_path: Path) -> None:
     path = block_path(folder, chain([9])[0].key)
     content = path.read_bytes()
     (tmp_path / "copy").hardlink_to(path)

@@ -1,4 +1,4 @@
-"""Ids of sessions: no session takes the place of another, whatever its id."""
+"""Ids of sessions: no session replaces another session that has the same id."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ OLD_ID = "0012ab34"
 
 
 def named(store: BlockStore, name: str | None) -> Session:
-    (found,) = (one for one in store.index.sessions() if one.name == name)
-    return found
+    (session,) = (session for session in store.index.sessions() if session.name == name)
+    return session
 
 
 def with_old_id(store: BlockStore, name: str | None) -> Session:
@@ -39,16 +39,16 @@ def with_old_id(store: BlockStore, name: str | None) -> Session:
     return old
 
 
-def test_an_id_has_64_bits(store: BlockStore) -> None:
+def test_session_id_has_at_least_64_random_bits(store: BlockStore) -> None:
     for number in range(20):
         save_turn(store, chain([number]), f"talk {number}")
     ids = {session.id for session in store.index.sessions()}
-    assert len(ids) == 20 and all(re.fullmatch("[0-9a-f]{16,}", one) for one in ids)
-    # Each digit takes many values: none of them is a mark of a version.
+    assert len(ids) == 20 and all(re.fullmatch("[0-9a-f]{16,}", session_id) for session_id in ids)
+    # Each digit takes many values, so no digit marks a version.
     assert min(len(set(digits)) for digits in zip(*ids, strict=True)) > 4
 
 
-def test_a_turn_whose_new_id_is_taken_is_not_saved_and_takes_nothing(
+def test_turn_with_an_existing_session_id_is_not_saved(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("mlx_lm_kvpersist.store.disk.secrets.token_hex", lambda _: "a" * 16)
@@ -64,7 +64,7 @@ def test_a_turn_whose_new_id_is_taken_is_not_saved_and_takes_nothing(
 
 
 @pytest.mark.parametrize("name", ["a name", "another name", None])
-def test_the_index_refuses_a_session_whose_id_another_one_has(
+def test_index_refuses_a_second_session_with_the_same_id(
     store: BlockStore, name: str | None
 ) -> None:
     save_turn(store, chain([1], [2]), "a name")
@@ -79,7 +79,7 @@ def test_the_index_refuses_a_session_whose_id_another_one_has(
 
 
 def test_a_rebuild_keeps_two_sessions_that_had_the_same_id(store: BlockStore) -> None:
-    """Older versions let a session without a name take the row of another, whose file stayed."""
+    """In older versions, an unnamed session could replace another's row, but not its sidecar."""
     save_turn(store, chain([1], [2]), "a name")
     save_turn(store, chain([5], [6]))
     owner, unnamed = named(store, "a name"), named(store, None)
@@ -88,16 +88,16 @@ def test_a_rebuild_keeps_two_sessions_that_had_the_same_id(store: BlockStore) ->
         db.execute("UPDATE sessions SET id = ? WHERE id = ?", (owner.id, unnamed.id))
     with StoreLock(store.folder / "lock").held():
         rebuild_index(OwnFiles(store.folder))
-    found = {session.name: session for session in store.index.sessions()}
-    assert found["a name"] == owner
-    assert found[None] == replace(unnamed, id=found[None].id) and found[None].id != owner.id
+    by_name = {session.name: session for session in store.index.sessions()}
+    assert by_name["a name"] == owner
+    assert by_name[None] == replace(unnamed, id=by_name[None].id) and by_name[None].id != owner.id
     assert store.index.faults() == []
 
 
 # Ids of older versions.
 
 
-def test_a_session_with_a_short_id_goes_on(store: BlockStore) -> None:
+def test_session_with_a_short_old_id_can_be_continued(store: BlockStore) -> None:
     save_turn(store, chain([1], [2]), "old")
     old = with_old_id(store, "old")
     save_turn(store, chain([1], [2], [3]), "old")
@@ -121,7 +121,7 @@ def test_commands_find_short_and_long_ids(
         save_turn(store, chain([5], [6]), "new")
         with_old_id(store, "old")
         new = named(store, "new")
-    at = ["--kvpersist-dir", str(tmp_path / "store")]
+    location = ["--kvpersist-dir", str(tmp_path / "store")]
     for wanted, name in (
         (OLD_ID, "old"),
         (OLD_ID[:5], "old"),
@@ -129,12 +129,12 @@ def test_commands_find_short_and_long_ids(
         (new.id[:9], "new"),
     ):
         capsys.readouterr()
-        assert cli.main(["sessions", "show", *at, wanted]) == 0
+        assert cli.main(["sessions", "show", *location, wanted]) == 0
         assert name in capsys.readouterr().out
     exported = tmp_path / "exported"
-    assert cli.main(["sessions", "export", *at, OLD_ID, str(exported)]) == 0
-    assert cli.main(["sessions", "rm", *at, OLD_ID, new.id]) == 0
-    assert cli.main(["sessions", "import", *at, str(exported)]) == 0
+    assert cli.main(["sessions", "export", *location, OLD_ID, str(exported)]) == 0
+    assert cli.main(["sessions", "rm", *location, OLD_ID, new.id]) == 0
+    assert cli.main(["sessions", "import", *location, str(exported)]) == 0
     with closing(DiskStore(tmp_path / "store", limits)) as disk:
         (session,) = disk.index.sessions()
         assert session.name == "old" and len(session.id) == 16

@@ -1,4 +1,4 @@
-"""The index's file: its connections, rows and totals, and wrong rows of a damaged index."""
+"""The index: connections, rows, totals, and invalid rows of a damaged index."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def n_descriptors() -> int:
     return len(os.listdir("/proc/self/fd")) if os.path.exists("/proc/self/fd") else 0
 
 
-def test_a_connection_ends_with_its_thread(store: BlockStore) -> None:
-    """As with the server's threads that answer for the statistics: each has one connection."""
+def test_connection_is_closed_when_its_thread_ends(store: BlockStore) -> None:
+    """Each thread of the server that reads the statistics has one connection."""
     save_turn(store, chain([1], [2]), "s")
     in_fresh_threads(2, store.stats)
     before = n_descriptors()
@@ -60,7 +60,7 @@ def test_a_connection_ends_with_its_thread(store: BlockStore) -> None:
     assert store.turns_saved == 2
 
 
-def test_statistics_that_many_ask_for_at_once_leave_no_descriptors(store: BlockStore) -> None:
+def test_concurrent_statistics_leave_no_open_descriptors(store: BlockStore) -> None:
     save_turn(store, chain([1], [2]), "s")
     in_fresh_threads(2, store.stats)
     before = n_descriptors()
@@ -71,13 +71,13 @@ def test_statistics_that_many_ask_for_at_once_leave_no_descriptors(store: BlockS
         store.stats()
 
     with ThreadPoolExecutor(20) as pool:
-        for asked in [pool.submit(ask) for _ in range(400)]:
-            asked.result()
+        for future in [pool.submit(ask) for _ in range(400)]:
+            future.result()
     assert n_descriptors() <= before
 
 
-def test_closing_waits_for_nobody_and_breaks_nobody(store: BlockStore) -> None:
-    """A connection that a thread is using is closed when the thread is done with it."""
+def test_close_neither_waits_for_nor_breaks_a_running_read(store: BlockStore) -> None:
+    """A connection in use is closed when its thread has finished the read."""
     save_turn(store, chain([1], [2]), "s")
     index, halfway, closed = store.index, threading.Event(), threading.Event()
     seen: list[object] = []
@@ -104,18 +104,18 @@ def test_closing_waits_for_nobody_and_breaks_nobody(store: BlockStore) -> None:
     assert n_descriptors() < before
 
 
-def test_threads_that_come_and_go_borrow_one_connection(
+def test_short_lived_threads_borrow_one_connection(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.drain()  # the writer has its own connection
-    made: list[Database] = []
+    connected: list[Database] = []
     connect = Database._connect
 
-    def noted(its: Database) -> sqlite3.Connection:
-        made.append(its)
-        return connect(its)
+    def record_and_connect(connecting: Database) -> sqlite3.Connection:
+        connected.append(connecting)
+        return connect(connecting)
 
-    monkeypatch.setattr(Database, "_connect", noted)
+    monkeypatch.setattr(Database, "_connect", record_and_connect)
     together = threading.Barrier(8)
 
     def ask() -> None:
@@ -124,23 +124,23 @@ def test_threads_that_come_and_go_borrow_one_connection(
             store.index.totals()
 
     with ThreadPoolExecutor(8) as pool:
-        for asked in [pool.submit(ask) for _ in range(80)]:
-            asked.result()
-    assert len(made) == 1
+        for future in [pool.submit(ask) for _ in range(80)]:
+            future.result()
+    assert len(connected) == 1
 
 
-def test_a_thread_that_keeps_the_connection_stops_no_other_thread(
+def test_thread_that_keeps_the_connection_does_not_stop_other_threads(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other threads open connections, and close them again."""
+    """The other threads open and close their own connections."""
     monkeypatch.setattr(database, "_TURN_S", 0.02)
-    halfway, may_go_on = threading.Event(), threading.Event()
+    halfway, may_end = threading.Event(), threading.Event()
 
     def keep() -> None:
         with store.index.database.lent():
             store.index.totals()
             halfway.set()
-            may_go_on.wait(60)
+            may_end.wait(60)
 
     def ask() -> None:
         with store.index.database.lent():
@@ -153,13 +153,13 @@ def test_a_thread_that_keeps_the_connection_stops_no_other_thread(
     before = n_descriptors()
     in_fresh_threads(5, ask)
     assert slow.is_alive() and n_descriptors() <= before
-    may_go_on.set()
+    may_end.set()
     slow.join()
     in_fresh_threads(2, ask)
 
 
 @pytest.mark.parametrize("asks_again", [True, False])
-def test_a_connection_that_is_lent_while_the_store_closes_is_closed_afterwards(
+def test_connection_lent_during_a_close_is_closed_after_its_use(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch, asks_again: bool
 ) -> None:
     save_turn(store, chain([1], [2]), "s")
@@ -190,16 +190,16 @@ def test_a_connection_that_is_lent_while_the_store_closes_is_closed_afterwards(
     assert n_descriptors() < before
 
 
-def test_a_lookup_among_many_conversations_asks_a_few_questions(store: BlockStore) -> None:
-    """Of 40 conversations with other beginnings, the next prompt is like the 20th."""
+def test_lookup_among_many_conversations_needs_few_statements(store: BlockStore) -> None:
+    """The prompt begins like one of 40 conversations with different beginnings."""
     for n in range(40):
         save_turn(store, chain([100 + n]), f"s{n}")
-    asked: list[str] = []
-    store.index.database.connection.set_trace_callback(asked.append)
+    statements: list[str] = []
+    store.index.database.connection.set_trace_callback(statements.append)
     nodes = store.index.children(ROOT.key, "<120> and more")
     store.index.database.connection.set_trace_callback(None)
     assert "<120>" in [node.text for node in nodes]
-    assert len(asked) <= 5
+    assert len(statements) <= 5
 
 
 # Rows with wrong content.
@@ -248,7 +248,7 @@ def change(folder: Path, statement: str) -> None:
 
 
 @pytest.fixture
-def three(store: BlockStore) -> BlockStore:
+def filled(store: BlockStore) -> BlockStore:
     """A store with two sessions that share a block, checkpoints, a reply and a persisted value."""
     nodes = chain([1, 2], [3, 4])
     save_turn(store, nodes, "s", [window(nodes[0]), state(nodes[1])])
@@ -259,7 +259,7 @@ def three(store: BlockStore) -> BlockStore:
     return store
 
 
-def ask_everything(store: BlockStore) -> None:
+def run_all_queries(store: BlockStore) -> None:
     """Send the queries of a request, of the statistics and of the commands."""
     index = store.index
     for parent in (ROOT.key, chain([1, 2])[0].key):
@@ -285,36 +285,34 @@ def ask_everything(store: BlockStore) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_rows_that_cannot_be_read_are_passed_over_and_repaired(
-    three: BlockStore, damage: str
-) -> None:
-    files = {path.name for path in three.folder.glob("[bp]*s/*/*")}
-    three.pool.clear()
-    change(three.folder, damage)
-    ask_everything(three)
-    assert not three._failures
-    problems = find_problems(three.folder, three.index)
+def test_invalid_rows_are_ignored_and_can_be_repaired(filled: BlockStore, damage: str) -> None:
+    files = {path.name for path in filled.folder.glob("[bp]*s/*/*")}
+    filled.pool.clear()
+    change(filled.folder, damage)
+    run_all_queries(filled)
+    assert not filled._failures
+    problems = find_problems(filled.folder, filled.index)
     assert problems
-    fix_problems(three.disk, problems)
-    assert find_problems(three.folder, three.index) == []
-    assert {path.name for path in three.folder.glob("[bp]*s/*/*")} == files
-    assert {session.name for session in three.index.sessions()} == {"s", "t"}
-    assert three.index.totals().n_blocks == 3 and three.index.totals().n_checkpoints == 2
-    assert leaves(three.index)[0][-1] == chain([1, 2], [3, 4])[1].key
-    ask_everything(three)
+    fix_problems(filled.disk, problems)
+    assert find_problems(filled.folder, filled.index) == []
+    assert {path.name for path in filled.folder.glob("[bp]*s/*/*")} == files
+    assert {session.name for session in filled.index.sessions()} == {"s", "t"}
+    assert filled.index.totals().n_blocks == 3 and filled.index.totals().n_checkpoints == 2
+    assert leaves(filled.index)[0][-1] == chain([1, 2], [3, 4])[1].key
+    run_all_queries(filled)
 
 
-def test_a_damaged_total_leaves_the_others(three: BlockStore) -> None:
-    n_bytes = three.index.totals().n_bytes
-    change(three.folder, "UPDATE totals SET n_blocks = 'many'")
-    assert three.index.totals().n_bytes == n_bytes > 0
+def test_invalid_total_does_not_affect_other_totals(filled: BlockStore) -> None:
+    n_bytes = filled.index.totals().n_bytes
+    change(filled.folder, "UPDATE totals SET n_blocks = 'many'")
+    assert filled.index.totals().n_bytes == n_bytes > 0
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_server_that_starts_repairs_them(three: BlockStore, damage: str) -> None:
-    three.close()
-    change(three.folder, damage)
-    again = BlockStore(three.folder, three.limits)
+def test_invalid_rows_are_repaired_when_a_server_starts(filled: BlockStore, damage: str) -> None:
+    filled.close()
+    change(filled.folder, damage)
+    again = BlockStore(filled.folder, filled.limits)
     again.drain()
     assert again.index.faults() == []
     assert again.index.totals().n_blocks == 3 and again.index.totals().n_checkpoints == 2
@@ -324,18 +322,18 @@ def test_a_server_that_starts_repairs_them(three: BlockStore, damage: str) -> No
     again.close()
 
 
-def test_a_row_that_lies_about_its_place_is_passed_over(three: BlockStore) -> None:
+def test_block_row_with_a_wrong_position_is_ignored(filled: BlockStore) -> None:
     """A key covers parent and ids, not the block's position."""
-    three.pool.clear()
+    filled.pool.clear()
     head, tail = chain([1, 2], [3, 4])
     packed = pack_ids([1, 2, 3, 4])
-    change(three.folder, f"UPDATE blocks SET start = 40 WHERE key = x'{tail.key.hex()}'")
-    assert match_prompt(three, ROOT.key, packed).path == (head,)
-    change(three.folder, f"UPDATE blocks SET start = 7 WHERE key = x'{head.key.hex()}'")
-    assert match_prompt(three, ROOT.key, packed).n_tokens == 0
+    change(filled.folder, f"UPDATE blocks SET start = 40 WHERE key = x'{tail.key.hex()}'")
+    assert match_prompt(filled, ROOT.key, packed).path == (head,)
+    change(filled.folder, f"UPDATE blocks SET start = 7 WHERE key = x'{head.key.hex()}'")
+    assert match_prompt(filled, ROOT.key, packed).n_tokens == 0
 
 
-def test_rows_that_go_round_in_circles_are_no_chain(store: BlockStore) -> None:
+def test_rows_with_circular_parents_give_an_empty_chain(store: BlockStore) -> None:
     nodes = chain([1], [2], [3])
     save_turn(store, nodes)
     with store.index.database.transaction() as db:
@@ -343,21 +341,21 @@ def test_rows_that_go_round_in_circles_are_no_chain(store: BlockStore) -> None:
     assert store.index.chain(nodes[2].key) == []
 
 
-def test_a_row_that_lies_about_its_ids_is_passed_over(three: BlockStore) -> None:
-    """They would be taken for the ids of the block's arrays."""
-    three.pool.clear()
+def test_block_row_with_wrong_ids_is_ignored(filled: BlockStore) -> None:
+    """Otherwise the block's arrays would be used for other ids."""
+    filled.pool.clear()
     tail = chain([1, 2], [3, 4])[1]
-    lie = pack_ids([3, 9]).hex()
-    change(three.folder, f"UPDATE blocks SET ids = x'{lie}' WHERE key = x'{tail.key.hex()}'")
+    wrong_ids = pack_ids([3, 9]).hex()
+    change(filled.folder, f"UPDATE blocks SET ids = x'{wrong_ids}' WHERE key = x'{tail.key.hex()}'")
     tokens = TokenText({i: f"<{i}>".encode() for i in range(1, 10)})
-    assert match_prompt(three, ROOT.key, pack_ids([1, 2, 3, 9])).n_tokens == 2
-    assert match_prompt(three, ROOT.key, "<1><2><3><4>", tokens).n_tokens == 2
+    assert match_prompt(filled, ROOT.key, pack_ids([1, 2, 3, 9])).n_tokens == 2
+    assert match_prompt(filled, ROOT.key, "<1><2><3><4>", tokens).n_tokens == 2
 
 
 # Times of use.
 
 
-def test_what_is_saved_after_the_clock_jumped_back_goes_last(
+def test_turn_saved_after_the_clock_jumped_back_is_evicted_last(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, after = chain([1], [2]), chain([3], [4])
@@ -378,11 +376,11 @@ def test_what_is_saved_after_the_clock_jumped_back_goes_last(
 # Views.
 
 
-def test_what_is_lost_is_not_there_while_it_is_removed(store: BlockStore) -> None:
+def test_view_hides_a_lost_block_while_its_row_is_removed(store: BlockStore) -> None:
     (node,) = chain([1])
     save_turn(store, [node])
     lost = {node.key}
-    view = store.index.view(lambda what, error: None, lost)
+    view = store.index.view(lambda action, error: None, lost)
     real = view.ask
 
     def ask(*args: Any, **kwargs: Any) -> list[Any]:
@@ -394,26 +392,26 @@ def test_what_is_lost_is_not_there_while_it_is_removed(store: BlockStore) -> Non
     assert node.key not in view
 
 
-# What clients may write into it.
+# The size of the index.
 
 
-@pytest.mark.parametrize("most", [300, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_the_oldest_remembered_replies_go_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+@pytest.mark.parametrize("max_replies", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_oldest_remembered_replies_are_deleted_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_replies: int
 ) -> None:
-    monkeypatch.setattr(small_state, "_MAX_REPLIES", most)
+    monkeypatch.setattr(small_state, "_MAX_REPLIES", max_replies)
     index = Index(tmp_path / "index.sqlite")
-    for n in range(most + 50):
+    for n in range(max_replies + 50):
         index.commit(Commit(ROOT, (), replies={n.to_bytes(4, "big"): b"ids"}))
     (n_replies,) = index.database.connection.execute("SELECT count(*) FROM replies").fetchone()
-    assert n_replies == most
-    digests = [n.to_bytes(4, "big") for n in range(most + 50)]
+    assert n_replies == max_replies
+    digests = [n.to_bytes(4, "big") for n in range(max_replies + 50)]
     assert index.state.replies(ROOT.key, digests) == dict.fromkeys(digests[50:], b"ids")
     index.close()
 
 
-def test_questions_about_a_very_long_conversation_are_answered(store: BlockStore) -> None:
-    """SQLite takes at most 999 or 32,766 variables a statement, as it was built."""
+def test_queries_for_more_blocks_than_sql_variables_are_answered(store: BlockStore) -> None:
+    """SQLite allows 999 or 32,766 variables per statement, depending on its build."""
     nodes = chain(*([number] for number in range(1, 40_000)))
     keys = [node.key for node in nodes]
     path = {node.parent: node.key for node in nodes}
@@ -426,15 +424,15 @@ def test_questions_about_a_very_long_conversation_are_answered(store: BlockStore
     if sys.version_info >= (3, 11):  # as SQLite before 3.32
         db.setlimit(sqlite3.SQLITE_LIMIT_VARIABLE_NUMBER, 999)
     assert index.branches(path) == {nodes[1].key}
-    assert [one for one, _ in index.checkpoints(keys)] == [state(nodes[2])]
+    assert [checkpoint for checkpoint, _ in index.checkpoints(keys)] == [state(nodes[2])]
     assert [session.name for session in index.sessions_at(*keys)] == ["s"]
-    found = index.session_of(Commit(ROOT, tuple(nodes), Leaf("s", keys[-1], nodes[-1].stop)))
-    assert found == index.sessions()[0]
+    session = index.session_of(Commit(ROOT, tuple(nodes), Leaf("s", keys[-1], nodes[-1].stop)))
+    assert session == index.sessions()[0]
     assert index.state.replies(ROOT.key, keys) == {keys[-1]: b"ids", keys[0]: b"more"}
     assert not index.branches({}) and not index.checkpoints([]) and not index.sessions_at()
 
 
-def test_the_bytes_of_checkpoints_count_too(store: BlockStore) -> None:
+def test_total_bytes_include_checkpoints(store: BlockStore) -> None:
     (node,) = chain([1])
     save_turn(store, [node], "s")
     before = store.index.totals().n_bytes
@@ -443,7 +441,7 @@ def test_the_bytes_of_checkpoints_count_too(store: BlockStore) -> None:
     assert store.index.totals().n_bytes - before == checkpoint.stat().st_size
 
 
-def test_an_index_shrinks_with_its_store(tmp_path: Path) -> None:
+def test_index_file_shrinks_when_blocks_are_removed(tmp_path: Path) -> None:
     index = Index(tmp_path / "index.sqlite")
     nodes = [chain([n] * 200)[0] for n in range(500)]
     index.add_blocks(ROOT, [(node, 1) for node in nodes])
@@ -456,17 +454,17 @@ def test_an_index_shrinks_with_its_store(tmp_path: Path) -> None:
     index.close()
 
 
-def test_rows_count_towards_the_budget(tmp_path: Path) -> None:
-    """A turn of many tokens and few bytes, as of a tiny model: rows are most of its bytes."""
+def test_index_rows_count_towards_the_disk_budget(tmp_path: Path) -> None:
+    """The turns have many tokens and tiny arrays, so rows are most of their bytes."""
     limits = StoreLimits(max_ram_bytes=64 << 20, max_disk_bytes=4 << 20)
     store = BlockStore(tmp_path / "store", limits)
-    most = 0
+    peak_bytes = 0
 
-    def see(*args: object) -> None:
-        nonlocal most
-        most = max(most, store.disk.used_bytes())
+    def measure(*args: object) -> None:
+        nonlocal peak_bytes
+        peak_bytes = max(peak_bytes, store.disk.used_bytes())
 
-    store.writer.rest = see  # type: ignore[method-assign]
+    store.writer.rest = measure  # type: ignore[method-assign]
     for n in range(12):
         nodes = chain(*([n * 100_000 + m] * 256 for m in range(32)))
         turn = Commit(ROOT, tuple(nodes), Leaf(None, nodes[-1].key, 1))
@@ -474,7 +472,7 @@ def test_rows_count_towards_the_budget(tmp_path: Path) -> None:
         mx.eval(tiny)
         store.commit(turn, [(node, tiny) for node in nodes])
         store.drain()
-        see()
-    assert most <= limits.max_disk_bytes
+        measure()
+    assert peak_bytes <= limits.max_disk_bytes
     assert store.turns_saved > 8
     store.close()

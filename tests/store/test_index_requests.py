@@ -1,4 +1,4 @@
-"""The last requests in the index: few, small, and no reason to call an index damaged."""
+"""Records of the last requests in the index: limits, deletion, and damaged records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def record(number: int, **more: object) -> dict[str, object]:
     return {"id": f"kvp-{number}", "sentence": f"number {number}", **more}
 
 
-def test_the_last_requests_are_kept_and_no_more(tmp_path: Path) -> None:
+def test_only_the_newest_request_records_are_kept(tmp_path: Path) -> None:
     index = Index(tmp_path / "index.sqlite")
     assert index.state.requests() == []
     for number in range(KEPT + 20):
@@ -29,20 +29,23 @@ def test_the_last_requests_are_kept_and_no_more(tmp_path: Path) -> None:
     again.close()
 
 
-def test_records_go_with_their_session_and_others_quote_it_no_more(tmp_path: Path) -> None:
+def test_deleting_a_session_deletes_its_records_and_all_quotes(tmp_path: Path) -> None:
     index = Index(tmp_path / "index.sqlite")
     quotes = {"char": 5, "stored": "a secret of gone", "asked": "another"}
     index.state.add_request(record(1, session="gone", divergence=None))
     index.state.add_request(record(2, session="stays", divergence=quotes))
     index.state.add_request(record(3, session=None, divergence=None))
-    index.state.add_request(record(4))  # by an older version
+    index.state.add_request(record(4))  # from an older version
     index.state.forget_requests([("gone", None)])
-    silent = {"char": 5, "stored": None, "asked": None}
-    left = [record(3, session=None, divergence=None)]
-    assert index.state.requests() == [*left, record(2, session="stays", divergence=silent)]
+    without_quotes = {"char": 5, "stored": None, "asked": None}
+    remaining = [record(3, session=None, divergence=None)]
+    assert index.state.requests() == [
+        *remaining,
+        record(2, session="stays", divergence=without_quotes),
+    ]
     index.close()
-    kept = b"".join(path.read_bytes() for path in tmp_path.iterdir())
-    assert b"secret" not in kept and b"stays" in kept
+    content = b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    assert b"secret" not in content and b"stays" in content
     index = Index(tmp_path / "index.sqlite")
     index.state.forget_requests([(None, None), ("stays", None)])
     assert index.state.requests() == []
@@ -54,8 +57,8 @@ def test_damaged_records_are_left_out(tmp_path: Path) -> None:
     index.state.add_request(record(1))
     db = sqlite3.connect(tmp_path / "index.sqlite")
     with db:
-        for about in ("{", "[]", "{}", b"\xff\xfe", 7):
-            db.execute("INSERT INTO requests (about) VALUES (?)", (about,))
+        for content in ("{", "[]", "{}", b"\xff\xfe", 7):
+            db.execute("INSERT INTO requests (about) VALUES (?)", (content,))
     db.close()
     assert index.state.requests() == [record(1)]
     index.close()

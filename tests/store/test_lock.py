@@ -34,32 +34,32 @@ def folder(store: BlockStore) -> Path:
     return store.folder
 
 
-def test_opening_takes_no_lock(folder: Path, limits: StoreLimits) -> None:
+def test_opening_a_store_does_not_need_its_lock(folder: Path, limits: StoreLimits) -> None:
     with lock_holder(folder):
         disk = DiskStore(folder, limits)
         assert disk.index.totals().n_blocks == 2
         disk.close()
 
 
-@pytest.mark.parametrize("number", [errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK])
-def test_a_volume_without_locks_is_refused_with_a_remedy(
-    tmp_path: Path, limits: StoreLimits, monkeypatch: pytest.MonkeyPatch, number: int
+@pytest.mark.parametrize("error_number", [errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_volume_without_file_locks_is_refused_with_advice(
+    tmp_path: Path, limits: StoreLimits, monkeypatch: pytest.MonkeyPatch, error_number: int
 ) -> None:
     def flock(*args: object) -> None:
-        raise OSError(number, os.strerror(number))
+        raise OSError(error_number, os.strerror(error_number))
 
     monkeypatch.setattr(fcntl, "flock", flock)
     with pytest.raises(StoreError, match=r"cannot lock files.*with --kvpersist-dir"):
         DiskStore(tmp_path / "store", limits)
 
 
-def test_a_store_that_comes_to_a_volume_without_locks_says_so_once(
+def test_store_moved_to_a_volume_without_locks_logs_this_once(
     folder: Path,
     limits: StoreLimits,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Stored blocks are read there, and requests are served."""
+    """Stored blocks are still read."""
 
     def flock(*args: object) -> None:
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
@@ -72,30 +72,33 @@ def test_a_store_that_comes_to_a_volume_without_locks_says_so_once(
         store.touch([chain([1])[0].key])
     store.drain()
     assert store.reader.load(chain([1])[0], ROOT) is not None
-    said = [record.getMessage() for record in caplog.records]
+    messages = [record.getMessage() for record in caplog.records]
     assert all("cannot lock files" in (record.exc_text or record.getMessage())
                for record in caplog.records)  # fmt: skip
-    assert len([one for one in said if "save a turn" in one]) == 1 and len(said) <= 4
+    assert (
+        len([message for message in messages if "save a turn" in message]) == 1
+        and len(messages) <= 4
+    )
     store.close()
 
 
-def test_a_change_stops_with_the_name_of_the_holder(
+def test_change_fails_with_the_name_of_the_lock_holder(
     folder: Path, limits: StoreLimits, clock: Clock
 ) -> None:
     disk = DiskStore(folder, limits)
     with lock_holder(folder) as holder:
-        with pytest.raises(StoreError) as told:
+        with pytest.raises(StoreError) as raised:
             disk.sweep()
-        said = str(told.value)
-        assert f"process {holder.pid} (mlx-lm-kvpersist store rebuild)" in said
-        assert " since 20" in said and "secret" not in said
+        message = str(raised.value)
+        assert f"process {holder.pid} (mlx-lm-kvpersist store rebuild)" in message
+        assert " since 20" in message and "secret" not in message
         holder.kill()
         holder.wait()
-        assert disk.sweep() == 0  # its lock ended with it
+        assert disk.sweep() == 0  # the lock ended with its process
     disk.close()
 
 
-def test_an_index_that_must_be_rebuilt_waits_no_longer(
+def test_rebuild_of_a_missing_index_fails_while_another_process_has_the_lock(
     folder: Path, limits: StoreLimits, clock: Clock
 ) -> None:
     (folder / "index.sqlite").unlink()
@@ -106,7 +109,7 @@ def test_an_index_that_must_be_rebuilt_waits_no_longer(
     disk.close()
 
 
-def test_a_server_reads_meanwhile_and_writes_afterwards(
+def test_server_reads_while_the_lock_is_taken_and_writes_afterwards(
     folder: Path, limits: StoreLimits, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     with lock_holder(folder) as holder, caplog.at_level(logging.INFO):
@@ -126,10 +129,10 @@ def test_a_server_reads_meanwhile_and_writes_afterwards(
     store.close()
 
 
-def test_an_index_that_another_program_has_locked(
+def test_index_locked_by_another_program_raises_with_advice(
     folder: Path, limits: StoreLimits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The log says what to do, which is not to choose another folder."""
+    """The error does not advise another folder, which would not help."""
     monkeypatch.setattr("mlx_lm_kvpersist.store.folder.OPEN_S", 0.1)
     monkeypatch.setattr(database, "_WAIT_S", 0.1)
     disk = DiskStore(folder, limits)
@@ -142,22 +145,22 @@ def test_an_index_that_another_program_has_locked(
         browser.execute("ROLLBACK")
         browser.execute("PRAGMA locking_mode = EXCLUSIVE")
         browser.execute("BEGIN EXCLUSIVE")
-        with pytest.raises(StoreError, match=advice) as told:
+        with pytest.raises(StoreError, match=advice) as raised:
             DiskStore(folder, limits)
-        assert "--kvpersist-dir" not in str(told.value)
+        assert "--kvpersist-dir" not in str(raised.value)
     DiskStore(folder, limits).close()
 
 
-def test_the_lock_file_has_just_the_holder_and_is_truncated_only_if_a_longer_name_was_there(
+def test_lock_file_has_only_its_holder_and_is_truncated_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     truncated, truncate = list[int](), os.ftruncate
 
-    def noted(descriptor: int, length: int) -> None:
+    def record_and_truncate(descriptor: int, length: int) -> None:
         truncated.append(length)
         truncate(descriptor, length)
 
-    monkeypatch.setattr(os, "ftruncate", noted)
+    monkeypatch.setattr(os, "ftruncate", record_and_truncate)
     path = tmp_path / "lock"
     path.write_bytes(b"x" * 900)
     lock = StoreLock(path)
@@ -168,10 +171,10 @@ def test_the_lock_file_has_just_the_holder_and_is_truncated_only_if_a_longer_nam
     assert len(truncated) == 1
 
 
-def test_a_program_that_only_reads_the_index_delays_no_save(
+def test_program_that_reads_the_index_delays_no_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A backup or a database browser, beside a store that evicts for each turn."""
+    """The reader is a backup or a database browser. The store evicts for each turn."""
     wait_s = 2.0
     monkeypatch.setattr(database, "_WAIT_S", wait_s)
     with closing(BlockStore(tmp_path / "store", StoreLimits(64 << 20, 3 << 20))) as store:
@@ -188,8 +191,8 @@ def test_a_program_that_only_reads_the_index_delays_no_save(
         assert store.disk.n_evicted > n_evicted and not store.turns_not_saved
 
 
-def test_a_lock_whose_file_was_removed_is_not_held(tmp_path: Path) -> None:
-    """A server waits for the lock, and the folder is removed and made again."""
+def test_lock_on_a_removed_file_is_not_taken(tmp_path: Path) -> None:
+    """While a server waits for the lock, the folder is removed and made again."""
     path, holds, may_end = tmp_path / "lock", threading.Event(), threading.Event()
 
     def wait() -> None:
