@@ -73,7 +73,7 @@ def conversation() -> list[Block]:
 
 
 def save_conversation(store: BlockStore) -> dict[bytes, dict[str, mx.array]]:
-    """Save a conversation as every kind of record of a folder; return its arrays by key."""
+    """Save a conversation in every kind of file and row; return its arrays by key."""
     nodes = conversation()
     content = save_turn(store, nodes, NAME, [state(nodes[1])], note={"words": TEXT})
     (session,) = store.index.sessions()
@@ -109,7 +109,7 @@ def traces(folder: Path, content: dict[bytes, dict[str, mx.array]]) -> set[str]:
 def test_encrypted_folder_reveals_nothing_of_a_conversation(
     folder: Path, encryption: Encryption, is_encrypted: bool
 ) -> None:
-    """Checked after a save, with files of quarantine and of a kill, and with a damaged index."""
+    """Files are checked after a save, a quarantine, a kill, and damage to the index."""
     chosen = encryption if is_encrypted else PLAIN
     with closing(BlockStore(folder, LIMITS, encryption=chosen)) as store:
         content = save_conversation(store)
@@ -173,9 +173,9 @@ def _empty(files: list[Path]) -> None:
 
 
 def _swapped(files: list[Path]) -> None:
-    one, other = (path.read_bytes() for path in files)
-    files[0].write_bytes(other)
-    files[1].write_bytes(one)
+    first, second = (path.read_bytes() for path in files)
+    files[0].write_bytes(second)
+    files[1].write_bytes(first)
 
 
 @pytest.mark.parametrize("alter", [_flipped, _truncated, _empty, _swapped])

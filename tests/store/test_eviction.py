@@ -150,7 +150,7 @@ def test_index_rows_of_one_transaction_stay_within_the_disk_budget(store: BlockS
 
 
 def fill(store: BlockStore) -> None:
-    """Save sessions until one is evicted."""
+    """Save sessions until the store evicts a record."""
     for number in range(1000):
         save_turn(store, chain([1000 + number]), f"s{number}")
         if store.disk.n_evicted:
@@ -264,7 +264,7 @@ def test_space_announced_by_a_dead_process_evicts_nothing(tmp_path: Path) -> Non
 def test_files_that_cannot_be_removed_count_towards_the_budget(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An example is the flag uchg on macOS. New files can be made."""
+    """macOS refuses to remove files with the flag uchg. New files can be made."""
     unlink = os.unlink
 
     def refused(path: Any, **options: Any) -> None:

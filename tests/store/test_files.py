@@ -104,7 +104,7 @@ def test_failed_read_of_an_intact_file_raises_os_error(
 def test_writer_reads_copies_of_arrays_on_cuda(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the host reads an array of the pool, it moves out of the GPU's memory."""
+    """A read by the host would move the pool's arrays out of the GPU's memory."""
     arrays, read = arrays_of(NODE), []
 
     def record_read(array: Any) -> memoryview:

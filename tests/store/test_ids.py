@@ -79,7 +79,7 @@ def test_index_refuses_a_second_session_with_the_same_id(
 
 
 def test_a_rebuild_keeps_two_sessions_that_had_the_same_id(store: BlockStore) -> None:
-    """In older versions, an unnamed session could replace another's row, but not its sidecar."""
+    """In older versions, an unnamed session could overwrite another session's row, not its file."""
     save_turn(store, chain([1], [2]), "a name")
     save_turn(store, chain([5], [6]))
     owner, unnamed = named(store, "a name"), named(store, None)

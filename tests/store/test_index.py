@@ -80,18 +80,18 @@ def test_close_neither_waits_for_nor_breaks_a_running_read(store: BlockStore) ->
     """A connection in use is closed when its thread has finished the read."""
     save_turn(store, chain([1], [2]), "s")
     index, halfway, closed = store.index, threading.Event(), threading.Event()
-    seen: list[object] = []
+    answers: list[object] = []
 
     def read() -> None:
         rows = index.database.connection.execute("SELECT key FROM blocks")
-        seen.append(next(rows))
+        answers.append(next(rows))
         halfway.set()
         assert closed.wait(60)
-        seen.extend(rows)
+        answers.extend(rows)
         try:
             index.totals()
         except sqlite3.Error as error:
-            seen.append(error)
+            answers.append(error)
 
     reader = threading.Thread(target=read)
     reader.start()
@@ -100,7 +100,7 @@ def test_close_neither_waits_for_nor_breaks_a_running_read(store: BlockStore) ->
     index.close()
     closed.set()
     reader.join()
-    assert len(seen) == 3 and isinstance(seen[2], sqlite3.OperationalError)
+    assert len(answers) == 3 and isinstance(answers[2], sqlite3.OperationalError)
     assert n_descriptors() < before
 
 
