@@ -11,19 +11,19 @@ from mlx_lm_kvpersist.match import TokenText
 from tests.support.synthetic import train_tokenizer
 
 EXAMPLES = settings(max_examples=40)
-"""Examples of a property, for each kind of tokenizer."""
+"""The number of examples of each property, for each kind of tokenizer."""
 
 KINDS = [
     *("byte-level", "sentencepiece"),
     pytest.param("byte-level-bos", marks=pytest.mark.slow),
     pytest.param("sentencepiece-legacy", marks=pytest.mark.slow),
 ]
-"""Two by default, and two more among the slow tests."""
+"""Two kinds run by default; the slow tests add two kinds."""
 
 
 @pytest.fixture(scope="session", params=KINDS)
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A trained tokenizer as in the server, one of each kind."""
+    """A trained tokenizer of each kind, loaded as in the server."""
     kind = request.param
     path: Path = tmp_path_factory.mktemp(kind)
     train_tokenizer(kind.removesuffix("-bos"), 600, bos=kind != "byte-level").save(path)

@@ -15,20 +15,21 @@ from .tree_in_memory import ROOT, MemoryTree
 
 @EXAMPLES
 @given(data=st.data())
-def test_a_splice_means_the_same_text(tokenizer: Any, token_text: TokenText, data: Any) -> None:
-    """Whatever was sampled before, the spliced prompt decodes to the client's text."""
+def test_spliced_prompt_decodes_to_the_clients_text(
+    tokenizer: Any, token_text: TokenText, data: Any
+) -> None:
     tree = MemoryTree(token_text, block_tokens=4)
     stored = data.draw(sequences(tokenizer))
     tree.add(stored)
     history = token_text.decode(stored)
     cut = data.draw(st.integers(0, len(history)))
-    asked = history[:cut] + data.draw(st.sampled_from(["", " more", "ü🎉", "\n", "d. E"]))
-    prompt = list(tokenizer.encode(asked, add_special_tokens=False))
+    client_text = history[:cut] + data.draw(st.sampled_from(["", " more", "ü🎉", "\n", "d. E"]))
+    prompt = list(tokenizer.encode(client_text, add_special_tokens=False))
     text = token_text.decode(prompt)
     match = match_prompt(tree, ROOT, text, token_text)
 
-    def encode(part: str) -> list[int]:
-        return list(tokenizer.encode(part, add_special_tokens=False))
+    def encode(content: str) -> list[int]:
+        return list(tokenizer.encode(content, add_special_tokens=False))
 
     result = splice(prompt, text, match, token_text, encode)
     if result is None:
@@ -39,13 +40,11 @@ def test_a_splice_means_the_same_text(tokenizer: Any, token_text: TokenText, dat
     assert token_text.decode(ids) == text
 
 
-def test_sampled_ids_survive_in_front_of_a_new_message(
-    tokenizer: Any, token_text: TokenText
-) -> None:
-    """Spelling out a word gives other ids than encoding it: the stored ones are used."""
+def test_sampled_ids_are_kept_before_a_new_message(tokenizer: Any, token_text: TokenText) -> None:
+    """The word is stored as single-byte tokens; the prompt gets these ids, not the encoded ids."""
 
-    def encode(part: str) -> list[int]:
-        return list(tokenizer.encode(part, add_special_tokens=False))
+    def encode(content: str) -> list[int]:
+        return list(tokenizer.encode(content, add_special_tokens=False))
 
     word = "conversation"
     id_of = {token_text.to_bytes([i]): i for i in range(600)}
@@ -65,15 +64,17 @@ def test_sampled_ids_survive_in_front_of_a_new_message(
     assert ids[-n_next:] == prompt[-n_next:]
 
 
-def test_canonical_prompts_stay_as_they_are(tokenizer: Any, token_text: TokenText) -> None:
+def test_canonical_prompt_is_neither_changed_nor_encoded_again(
+    tokenizer: Any, token_text: TokenText
+) -> None:
     prompt = list(tokenizer.encode("the same words again and again", add_special_tokens=False))
     tree = MemoryTree(token_text, block_tokens=4)
     tree.add(prompt[:7])
     text = token_text.decode(prompt)
     match = match_prompt(tree, ROOT, text, token_text)
 
-    def never(part: str) -> list[int]:
-        raise AssertionError(f"encoded {part!r}")
+    def never(content: str) -> list[int]:
+        raise AssertionError(f"encoded {content!r}")
 
     result = splice(prompt, text, match, token_text, never)
     assert result == (prompt, 7)
@@ -81,22 +82,24 @@ def test_canonical_prompts_stay_as_they_are(tokenizer: Any, token_text: TokenTex
 
 @EXAMPLES
 @given(data=st.data())
-def test_a_prompt_that_parts_is_spelled_as_it_would_be_alone(
+def test_prompt_that_diverges_from_stored_text_keeps_its_ids(
     tokenizer: Any, token_text: TokenText, data: Any
 ) -> None:
-    """Where prompts diverge, no id shows that another prompt was stored before."""
+    """The ids after a divergence do not show that another prompt was stored before."""
 
-    def encode(part: str) -> list[int]:
-        return list(tokenizer.encode(part, add_special_tokens=False))
+    def encode(content: str) -> list[int]:
+        return list(tokenizer.encode(content, add_special_tokens=False))
 
     words = st.sampled_from(
         ["abc", "abd", "1", "12", "120", " ", "conversation", "conver", "ü", "🎉"]
     )
     common = "".join(data.draw(st.lists(words, min_size=1, max_size=6)))
-    one, other = (common + "".join(data.draw(st.lists(words, max_size=3))) for _ in range(2))
+    stored_text, prompt_text = (
+        common + "".join(data.draw(st.lists(words, max_size=3))) for _ in range(2)
+    )
     tree = MemoryTree(token_text, block_tokens=4)
-    tree.add([*encode(one), tokenizer.eos_token_id])
-    prompt = encode(other)
+    tree.add([*encode(stored_text), tokenizer.eos_token_id])
+    prompt = encode(prompt_text)
     text = token_text.decode(prompt)
     match = match_prompt(tree, ROOT, text, token_text)
     result = splice(prompt, text, match, token_text, encode)
@@ -116,41 +119,41 @@ TOKENS = TokenText(
 )
 
 
-def spliced_in(stored: list[int], prompt: list[int], rest: list[int] | None = None) -> Any:
-    """Splice a prompt after stored ids; `rest` are the ids of an encoded rest."""
+def splice_after(stored: list[int], prompt: list[int], remainder: list[int] | None = None) -> Any:
+    """Splice a prompt after stored ids; the text after them is encoded as `remainder`."""
     tree = MemoryTree(TOKENS, block_tokens=4)
     tree.add(stored)
     text = TOKENS.decode(prompt)
 
-    def encode(part: str) -> list[int]:
-        assert rest is not None and TOKENS.decode(rest) == part
-        return rest
+    def encode(content: str) -> list[int]:
+        assert remainder is not None and TOKENS.decode(remainder) == content
+        return remainder
 
     return splice(prompt, text, match_prompt(tree, ROOT, text, TOKENS), TOKENS, encode)
 
 
-def test_a_later_reply_with_an_incomplete_character_keeps_its_ids() -> None:
-    """The reply ends inside a character, and is fed as the model's own ids."""
-    assert spliced_in([0, 1], [2, 3, 4, 5]) == ([0, 1, 3, 4, 5], 2)
+def test_later_reply_with_an_incomplete_character_keeps_its_ids() -> None:
+    """The reply ends inside a character, and the prompt has its sampled ids."""
+    assert splice_after([0, 1], [2, 3, 4, 5]) == ([0, 1, 3, 4, 5], 2)
 
 
-def test_a_rest_with_an_incomplete_character_is_encoded_again() -> None:
-    """Encoded again, one invalid byte is a character of three bytes."""
-    assert spliced_in([2], [0, 7, 4, 5], rest=[3, 6, 5]) == ([2, 3, 6, 5], 1)
+def test_remainder_with_an_incomplete_character_is_encoded_again() -> None:
+    """An invalid byte is encoded again as a replacement character of three bytes."""
+    assert splice_after([2], [0, 7, 4, 5], remainder=[3, 6, 5]) == ([2, 3, 6, 5], 1)
 
 
-def test_a_cut_within_a_character_keeps_the_prompts_ids() -> None:
+def test_cut_inside_a_character_keeps_the_prompts_ids() -> None:
     """The stored text begins with half of a character, and continues with other bytes."""
-    assert spliced_in([8, 10, 5], [8, 9, 6]) == ([8, 9, 6], 1)
+    assert splice_after([8, 10, 5], [8, 9, 6]) == ([8, 9, 6], 1)
 
 
-def test_a_block_whose_text_is_not_that_of_its_ids_is_not_spliced_in(
+def test_block_whose_text_contradicts_its_ids_is_not_spliced_in(
     tokenizer: Any, token_text: TokenText
 ) -> None:
-    """A key covers ids, not text: a damaged index can claim another text of the same length."""
+    """A key covers ids, not text: a damaged index can have another text of the same length."""
 
-    def encode(part: str) -> list[int]:
-        return list(tokenizer.encode(part, add_special_tokens=False))
+    def encode(content: str) -> list[int]:
+        return list(tokenizer.encode(content, add_special_tokens=False))
 
     prompt = encode("\nbe kind to her and go on")
     text = token_text.decode(prompt)
@@ -163,11 +166,11 @@ def test_a_block_whose_text_is_not_that_of_its_ids_is_not_spliced_in(
     assert splice(prompt, text, match, token_text, encode) is None
 
 
-def test_in_the_middle_the_prompt_keeps_its_spelling() -> None:
-    """Another branch spelled "ab" as two tokens; the prompt's token "ab" ends there, too."""
+def test_prompt_keeps_its_ids_if_the_match_ends_inside_stored_text() -> None:
+    """The stored text has "ab" as two tokens; the prompt has "ab" as one token."""
     tokens = TokenText({1: b"a", 2: b"b", 3: b"ab", 4: b"c", 5: b"x", 6: b"y"})
     tree = MemoryTree(tokens, block_tokens=4)
     tree.add([5, 1, 2, 4])
     match = match_prompt(tree, ROOT, "xaby", tokens)
     assert (match.ids, match.at_end) == ([5, 1, 2], False)
-    assert splice([5, 3, 6], "xaby", match, tokens, lambda part: []) == ([5, 3, 6], 1)
+    assert splice([5, 3, 6], "xaby", match, tokens, lambda content: []) == ([5, 3, 6], 1)

@@ -18,20 +18,20 @@ TEXTS = ["Hello world", "Grüße, 世界 🎉!\n\n  tabs\tand  spaces ", '{"a": 
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_decodes_what_the_tokenizer_encodes(
+def test_decoding_returns_the_encoded_text(
     tokenizer: Any, token_text: TokenText, text: str
 ) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
-    # SentencePiece-like tokenizers put a space in front; it is part of what the ids mean.
+    # SentencePiece-like tokenizers add a leading space, which the ids include.
     assert token_text.decode(ids).removeprefix(" ") == text
 
 
-def test_special_tokens_keep_their_spelling(tokenizer: Any, token_text: TokenText) -> None:
+def test_special_tokens_decode_to_their_names(tokenizer: Any, token_text: TokenText) -> None:
     eos = tokenizer.eos_token_id
     assert token_text.decode([eos, eos]) == tokenizer.eos_token * 2
 
 
-def test_unknown_ids_do_not_vanish(token_text: TokenText) -> None:
+def test_unknown_ids_decode_to_replacement_characters(token_text: TokenText) -> None:
     unknown = 10**6
     assert not token_text.covers([1, unknown])
     assert token_text.decode([unknown]) == REPLACEMENT
@@ -39,7 +39,7 @@ def test_unknown_ids_do_not_vanish(token_text: TokenText) -> None:
 
 
 def with_holes(tokenizer: Any, ids: dict[str, int]) -> Any:
-    """Return a tokenizer like another, some of whose tokens have other ids."""
+    """Return a copy of a tokenizer in which some tokens have other ids."""
     content = json.loads(tokenizer._tokenizer.backend_tokenizer.to_str())
     vocab = content["model"]["vocab"]
     vocab.update({token: i for token, i in ids.items() if token in vocab})
@@ -52,7 +52,7 @@ def with_holes(tokenizer: Any, ids: dict[str, int]) -> Any:
 
 @EXAMPLES
 @given(data=st.data())
-def test_every_used_id_of_a_vocabulary_with_holes_has_its_bytes(
+def test_vocabulary_with_unused_ids_is_decoded_correctly(
     tokenizer: Any, token_text: TokenText, data: Any
 ) -> None:
     specials = sorted(tokenizer._tokenizer.get_added_vocab())
@@ -74,20 +74,20 @@ def test_every_used_id_of_a_vocabulary_with_holes_has_its_bytes(
 
 @EXAMPLES
 @given(data=st.data())
-def test_feeding_in_parts_equals_decoding_the_whole(token_text: TokenText, data: Any) -> None:
+def test_feeding_ids_in_two_parts_gives_the_same_text(token_text: TokenText, data: Any) -> None:
     ids = data.draw(st.lists(st.integers(0, 599), max_size=40))
     cut = data.draw(st.integers(0, len(ids)))
     head, pending = token_text.feed(ids[:cut])
-    tail, rest = token_text.feed(ids[cut:], pending)
-    assert head + tail + rest.decode("utf-8", "replace") == token_text.decode(ids)
+    tail, incomplete = token_text.feed(ids[cut:], pending)
+    assert head + tail + incomplete.decode("utf-8", "replace") == token_text.decode(ids)
     ends = token_text.ends(ids[cut:], pending)
     assert [n for n, _ in ends] == [
         len(token_text.feed(ids[cut:stop], pending)[0]) for stop in range(cut + 1, len(ids) + 1)
     ]
 
 
-def test_bytes_wait_only_for_what_can_make_one_character_of_them() -> None:
-    """For a client that got no more, pending bytes are one replacement character."""
+def test_bytes_stay_pending_only_if_they_can_begin_a_character() -> None:
+    """If no more bytes follow, pending bytes are decoded to one replacement character."""
     text = TokenText({i: bytes([i]) for i in range(256)})
     beginnings = [[0xE0], [0xED], [0xEF], [0xF0], [0xF4], [0xF0, 0x9F]]
     for ids in ([*start, last] for start in beginnings for last in range(0x70, 0x100)):
@@ -97,7 +97,7 @@ def test_bytes_wait_only_for_what_can_make_one_character_of_them() -> None:
         assert n_chars + incomplete == len(text.decode(ids))
 
 
-def test_a_tokenizer_without_a_known_decoder_is_refused() -> None:
+def test_tokenizer_without_a_known_decoder_is_refused() -> None:
     class Slow:
         pass
 
@@ -116,5 +116,5 @@ def test_a_tokenizer_without_a_known_decoder_is_refused() -> None:
         ("[0x41>", b"[0x41>"),
     ],
 )
-def test_only_a_byte_token_of_sentencepiece_is_a_byte(token: str, expected: bytes) -> None:
+def test_only_sentencepiece_byte_tokens_become_single_bytes(token: str, expected: bytes) -> None:
     assert _sentencepiece_piece(token) == expected

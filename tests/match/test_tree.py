@@ -1,4 +1,4 @@
-"""The walk against an oracle that tries every cut of every stored sequence."""
+"""Matches in the tree of blocks, compared with a search over all stored prefixes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SENTENCES = ["Grüße, 世界 🎉", " and so on", "\n\n", "naïve café", "🎉
 
 
 def sequences(tokenizer: Any) -> st.SearchStrategy[list[int]]:
-    """Ids of text, of random tokens (half characters among them), and of both in a row."""
+    """Ids of text, random ids (with incomplete characters), and sequences of both."""
     texts = st.lists(st.sampled_from(SENTENCES), max_size=4).map("".join)
     canonical = texts.map(lambda text: list(tokenizer.encode(text, add_special_tokens=False)))
     sampled = st.lists(st.integers(0, 599), max_size=12)
@@ -28,7 +28,7 @@ def sequences(tokenizer: Any) -> st.SearchStrategy[list[int]]:
 
 
 def longest_by_trying(stored: list[list[int]], text: str, tokens: TokenText) -> int:
-    """Characters of the longest stored prefix of `text` that ends at a token's end."""
+    """Return the length of the longest stored prefix of `text` that ends with a whole token."""
     best = 0
     for ids in stored:
         for n in range(len(ids) + 1):
@@ -40,7 +40,9 @@ def longest_by_trying(stored: list[list[int]], text: str, tokens: TokenText) -> 
 
 @EXAMPLES
 @given(data=st.data())
-def test_finds_the_longest_prefix(tokenizer: Any, token_text: TokenText, data: Any) -> None:
+def test_match_is_the_longest_stored_prefix_of_the_text(
+    tokenizer: Any, token_text: TokenText, data: Any
+) -> None:
     tree = MemoryTree(token_text, block_tokens=data.draw(st.sampled_from([1, 3, 8])))
     stored = data.draw(st.lists(sequences(tokenizer), min_size=1, max_size=4))
     for ids in stored:
@@ -55,7 +57,9 @@ def test_finds_the_longest_prefix(tokenizer: Any, token_text: TokenText, data: A
 
 @EXAMPLES
 @given(data=st.data())
-def test_finds_the_longest_prefix_of_ids(tokenizer: Any, token_text: TokenText, data: Any) -> None:
+def test_match_is_the_longest_stored_prefix_of_the_ids(
+    tokenizer: Any, token_text: TokenText, data: Any
+) -> None:
     tree = MemoryTree(token_text, block_tokens=4)
     stored = data.draw(st.lists(sequences(tokenizer), min_size=1, max_size=4))
     for ids in stored:
@@ -68,7 +72,7 @@ def test_finds_the_longest_prefix_of_ids(tokenizer: Any, token_text: TokenText, 
     assert match.ids == prompt[: match.n_tokens]
 
 
-def test_says_whether_anything_is_stored_beyond(tokenizer: Any, token_text: TokenText) -> None:
+def test_at_end_tells_whether_stored_tokens_continue(tokenizer: Any, token_text: TokenText) -> None:
     tree = MemoryTree(token_text, block_tokens=4)
     ids = tokenizer.encode("one two three four five six", add_special_tokens=False)
     tree.add(ids)
@@ -79,49 +83,49 @@ def test_says_whether_anything_is_stored_beyond(tokenizer: Any, token_text: Toke
     assert match_prompt(tree, ROOT, token_text.decode(other)[1:], token_text).path == ()
 
 
-def test_blocks_of_the_prompts_own_ids_are_decoded_no_more(
+def test_blocks_with_the_prompts_ids_match_without_decoding(
     tokenizer: Any, token_text: TokenText, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt of a hundred blocks in RAM is found without decoding any of its tokens."""
+    """A long prompt in RAM is matched without decoding its tokens."""
     tree = MemoryTree(token_text, block_tokens=4)
     ids = tokenizer.encode("one two three four five six", add_special_tokens=False)
     tree.add(ids)
     prompt = [*ids, *tokenizer.encode(" seven", add_special_tokens=False)]
     text = token_text.decode(prompt)
     expected = match_prompt(tree, ROOT, text, token_text)
-    asked: list[list[int]] = []
+    checked: list[list[int]] = []
 
     def covers(_: TokenText, ids: list[int]) -> bool:
-        asked.append(ids)
+        checked.append(ids)
         return True
 
     monkeypatch.setattr(TokenText, "covers", covers)
     monkeypatch.setattr(TokenText, "ends", covers)
     assert match_prompt(tree, ROOT, text, token_text, packed_ids=pack_ids(prompt)) == expected
-    assert expected.ids == ids and not asked
+    assert expected.ids == ids and not checked
     other = pack_ids([ids[0] + 1, *prompt[1:]])
     assert match_prompt(tree, ROOT, text, token_text, packed_ids=other) == expected
-    assert asked == [ids[:4]]
+    assert checked == [ids[:4]]
 
 
-def test_a_block_of_the_prompts_own_ids_may_end_inside_a_character() -> None:
+def test_block_with_the_prompts_ids_may_end_inside_a_character() -> None:
     tokens = TokenText({0: b"a", 1: b"\xc3", 2: b"\xa9", 3: b"\xc3\xa9", 4: b"aa"})
     tree = MemoryTree(tokens, block_tokens=2)
     tree.add([0, 1])
-    own, other = [0, 1, 2], [0, 3]
-    match = match_prompt(tree, ROOT, "aé", tokens, pack_ids(own))
+    same_ids, other_ids = [0, 1, 2], [0, 3]
+    match = match_prompt(tree, ROOT, "aé", tokens, pack_ids(same_ids))
     assert (match.n_tokens, match.n_chars, match.at_end) == (2, 1, True)
-    match = match_prompt(tree, ROOT, "aé", tokens, pack_ids(other))
+    match = match_prompt(tree, ROOT, "aé", tokens, pack_ids(other_ids))
     assert (match.n_tokens, match.n_chars, match.at_end) == (1, 1, False)
     tree = MemoryTree(tokens, block_tokens=2)
     tree.add([4, 0, 0, 1])
-    for first, n_tokens in (([4, 0], 4), ([0, 4], 3)):  # the same text, but other ids
+    for first, n_tokens in (([4, 0], 4), ([0, 4], 3)):  # the same text in other ids
         prompt = [*first, 0, 1, 2]
         match = match_prompt(tree, ROOT, "aaaaé", tokens, pack_ids(prompt))
         assert match.n_tokens == n_tokens
 
 
-def test_bytes_that_two_ids_have_in_common_are_no_token(token_text: TokenText) -> None:
+def test_packed_ids_match_only_as_whole_tokens(token_text: TokenText) -> None:
     tree = MemoryTree(token_text, block_tokens=2)
     tree.add([5, 7])
     assert match_prompt(tree, ROOT, pack_ids([5, 256 + 7])).n_tokens == 1
@@ -130,7 +134,7 @@ def test_bytes_that_two_ids_have_in_common_are_no_token(token_text: TokenText) -
     assert (len(match.path), match.n_tokens) == (1, 2)
 
 
-def test_what_is_stored_where_the_prompt_goes_on_otherwise_is_shown(token_text: TokenText) -> None:
+def test_match_reports_the_stored_text_after_a_divergence(token_text: TokenText) -> None:
     tree = MemoryTree(token_text, block_tokens=2)
     tree.add([token_text_id(token_text, letter.encode()) for letter in "abcdef"])
     for n_agreed, stored_next in ((1, "b"), (2, "cd"), (3, "d"), (4, "ef"), (5, "f"), (6, "")):
@@ -143,7 +147,7 @@ def token_text_id(tokens: TokenText, piece: bytes) -> int:
 
 
 @pytest.mark.parametrize("equal", [0, 1, 7, 8, 9, 100])
-def test_common_prefix(equal: int) -> None:
+def test_common_prefix_counts_equal_characters(equal: int) -> None:
     content = "x" * equal + "y" * 5
     prompt = "--" + "x" * equal + "z" * 50
     assert common_prefix(content, prompt, 2) == equal
@@ -151,8 +155,8 @@ def test_common_prefix(equal: int) -> None:
 
 @EXAMPLES
 @given(data=st.data())
-def test_a_block_with_an_unknown_token_is_no_text(token_text: TokenText, data: Any) -> None:
-    """Neither the text around the unknown token nor what stands for it matches."""
+def test_text_match_ends_before_an_unknown_token(token_text: TokenText, data: Any) -> None:
+    """Neither the text without the unknown token nor its replacement character matches further."""
     known = st.integers(0, 599).filter(lambda i: token_text.covers([i]))
     before, after = (data.draw(st.lists(known, min_size=1, max_size=6)) for _ in range(2))
     tree = MemoryTree(token_text, block_tokens=data.draw(st.sampled_from([1, 3, 8])))
@@ -161,32 +165,32 @@ def test_a_block_with_an_unknown_token_is_no_text(token_text: TokenText, data: A
     for text in (token_text.decode(before + after), token_text.decode(stored)):
         match = match_prompt(tree, ROOT, text, token_text)
         assert match.ids == stored[: match.n_tokens] and match.n_tokens <= len(before)
-        # Text before it matches: a question is found again whatever the reply was.
+        # Text before the unknown token matches, so a question is found after any reply.
         assert match.n_chars == longest_by_trying([before], text, token_text)
     assert match_prompt(tree, ROOT, pack_ids(stored)).n_tokens == len(stored)
 
 
-@pytest.mark.parametrize("lie", ["start", "ids", "ids of its parent"])
-def test_a_block_that_is_not_what_its_key_says_is_not_matched(
-    token_text: TokenText, lie: str
+@pytest.mark.parametrize("wrong_field", ["start", "ids", "parent ids"])
+def test_block_that_contradicts_its_key_is_not_matched(
+    token_text: TokenText, wrong_field: str
 ) -> None:
     """A damaged index can have a wrong position or wrong ids for a block."""
     spelled = [token_text_id(token_text, piece) for piece in (b"a", b"b", b"c", b"d")]
     first, second, other = pack_ids(spelled[:2]), pack_ids(spelled[2:]), pack_ids(spelled[1:3])
-    parent_ids = other if lie == "ids of its parent" else first
+    parent_ids = other if wrong_field == "parent ids" else first
     parent = Block(block_key(ROOT, parent_ids), ROOT, 0, first, "ab")
-    key = block_key(parent.key, other if lie == "ids" else second)
-    child = Block(key, parent.key, 3 if lie == "start" else 2, second, "cd")
+    key = block_key(parent.key, other if wrong_field == "ids" else second)
+    child = Block(key, parent.key, 3 if wrong_field == "start" else 2, second, "cd")
     tree = MemoryTree(token_text, block_tokens=2)
     for node in (parent, child):
         tree.add_node(node)
-    n_right = 0 if lie == "ids of its parent" else 2
-    assert match_prompt(tree, ROOT, pack_ids([*spelled, 5])).n_tokens == n_right
-    assert match_prompt(tree, ROOT, "abcde", token_text).n_tokens == n_right
+    n_valid = 0 if wrong_field == "parent ids" else 2
+    assert match_prompt(tree, ROOT, pack_ids([*spelled, 5])).n_tokens == n_valid
+    assert match_prompt(tree, ROOT, "abcde", token_text).n_tokens == n_valid
 
 
-def test_two_right_blocks_are_matched(token_text: TokenText) -> None:
-    """The test above would find them without the wrong row."""
+def test_blocks_that_agree_with_their_keys_are_matched(token_text: TokenText) -> None:
+    """The test above finds fewer blocks only because of its wrong fields."""
     spelled = [token_text_id(token_text, piece) for piece in (b"a", b"b", b"c", b"d")]
     tree = MemoryTree(token_text, block_tokens=2)
     tree.add(spelled)

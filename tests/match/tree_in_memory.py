@@ -23,10 +23,10 @@ class MemoryTree:
         """Store a chain; return the key of its last block."""
         parent, pending = ROOT, b""
         for start in range(0, len(ids), self._block_tokens):
-            part = ids[start : start + self._block_tokens]
-            packed = pack_ids(part)
+            block_ids = ids[start : start + self._block_tokens]
+            packed = pack_ids(block_ids)
             key = block_key(parent, packed)
-            text, pending = self._tokens.feed(part, pending)
+            text, pending = self._tokens.feed(block_ids, pending)
             self.add_node(Block(key, parent, start, packed, text, pending))
             parent = key
         return parent
