@@ -12,24 +12,24 @@ from mlx_lm_kvpersist.store.records import KVBlock
 from .conftest import ROOT, chain, state, window
 
 
-def filled(pool: BlockPool, nodes: list[Block], *, pinned: bool = False) -> list[bytes]:
+def put_blocks(pool: BlockPool, nodes: list[Block], *, pinned: bool = False) -> list[bytes]:
     for node in nodes:
         pool.put(KVBlock(node, arrays=object(), n_bytes=10, pins=int(pinned)))
     return [node.key for node in nodes]
 
 
-def held(pool: BlockPool) -> tuple[int, ...]:
-    """Return the numbers of blocks and checkpoints, all bytes, and the checkpoints' bytes."""
+def contents(pool: BlockPool) -> tuple[int, ...]:
+    """Return the numbers of blocks and checkpoints, the total bytes, and the checkpoints' bytes."""
     stats = pool.stats()
     return tuple(stats[name] for name in ("blocks", "checkpoints", "bytes", "checkpoint_bytes"))
 
 
-def test_least_recently_used_leaves_go_first() -> None:
+def test_least_recently_used_leaves_are_evicted_first() -> None:
     pool = BlockPool(max_bytes=50)
-    old = filled(pool, chain([1], [2], [3]))
-    filled(pool, chain([4], [5], [6]))
+    old = put_blocks(pool, chain([1], [2], [3]))
+    put_blocks(pool, chain([4], [5], [6]))
     assert pool.n_bytes == 50
-    # The old conversation lost its last block, and only that.
+    # Only the last block of the old conversation was evicted.
     assert [key in pool for key in old] == [True, True, False]
     assert [node.key for node in pool.children(old[0])] == [old[1]]
     assert pool.children(old[1]) == []
@@ -37,16 +37,16 @@ def test_least_recently_used_leaves_go_first() -> None:
     assert (pool.stats()["evicted"], pool.stats()["blocks"]) == (1, 4)
 
 
-def test_using_a_chain_keeps_it() -> None:
+def test_recently_used_chain_is_not_evicted() -> None:
     pool = BlockPool(max_bytes=40)
-    first, second = filled(pool, chain([1], [2])), filled(pool, chain([3], [4]))
+    first, second = put_blocks(pool, chain([1], [2])), put_blocks(pool, chain([3], [4]))
     pool.touch(first)
-    filled(pool, chain([5]))
+    put_blocks(pool, chain([5]))
     assert all(key in pool for key in first)
     assert [key in pool for key in second] == [True, False]
 
 
-def test_a_block_put_again_counts_as_used() -> None:
+def test_putting_a_block_again_counts_as_use() -> None:
     pool = BlockPool(max_bytes=20)
     first, second, third = (node for n in (1, 2, 3) for node in chain([n]))
     for node in (first, second, first, third):
@@ -58,9 +58,9 @@ def entries_of(pool: BlockPool, keys: list[bytes]) -> list[KVBlock]:
     return [entry for key in keys if (entry := pool.get(key)) is not None]
 
 
-def test_pinned_blocks_stay_until_written() -> None:
+def test_pinned_blocks_are_not_evicted_until_unpinned() -> None:
     pool = BlockPool(max_bytes=20)
-    keys = filled(pool, chain([1], [2], [3], [4]), pinned=True)
+    keys = put_blocks(pool, chain([1], [2], [3], [4]), pinned=True)
     assert pool.n_bytes == 40
     pool.unpin(entries_of(pool, keys[3:]))
     assert pool.n_bytes == 30 and keys[3] not in pool
@@ -68,7 +68,7 @@ def test_pinned_blocks_stay_until_written() -> None:
     assert pool.n_bytes == 20
 
 
-def test_an_equal_block_is_kept_once() -> None:
+def test_putting_an_equal_block_keeps_the_first() -> None:
     pool = BlockPool(max_bytes=100)
     (node,) = chain([1])
     first = KVBlock(node, object(), 10)
@@ -81,25 +81,25 @@ def test_an_equal_block_is_kept_once() -> None:
     assert (len(pool), pool.n_bytes, pool.children(ROOT.key)) == (0, 0, [])
 
 
-def test_checkpoints_go_by_age_and_hold_nobody() -> None:
+def test_checkpoints_are_evicted_by_age_and_do_not_keep_blocks() -> None:
     pool = BlockPool(max_bytes=40)
     nodes = chain([1], [2], [3])
-    keys = filled(pool, nodes[:2])
+    keys = put_blocks(pool, nodes[:2])
     checkpoints = [state(nodes[0]), state(nodes[1])]
     for checkpoint in checkpoints:
         pool.put(KVBlock(checkpoint, object(), 10, is_stored=True))
-    assert held(pool) == (2, 2, 40, 20)
+    assert contents(pool) == (2, 2, 40, 20)
     assert pool.checkpoints(keys) == checkpoints
     pool.touch([checkpoints[0].key])
     # The leaf is the oldest evictable entry, checkpoint or not.
-    filled(pool, chain([9]))
+    put_blocks(pool, chain([9]))
     assert [key in pool for key in keys] == [True, False]
     pool.touch(keys)
-    filled(pool, chain([8]))
-    assert pool.checkpoints(keys) == checkpoints[:1] and held(pool)[1::2] == (1, 10)
+    put_blocks(pool, chain([8]))
+    assert pool.checkpoints(keys) == checkpoints[:1] and contents(pool)[1::2] == (1, 10)
 
 
-def test_pinned_checkpoints_stay_until_written() -> None:
+def test_pinned_checkpoints_are_not_evicted_until_unpinned() -> None:
     pool = BlockPool(max_bytes=10)
     nodes = chain([1], [2])
     for node in nodes:
@@ -109,23 +109,23 @@ def test_pinned_checkpoints_stay_until_written() -> None:
     assert pool.checkpoints([node.key for node in nodes]) == [state(nodes[0])]
 
 
-def test_an_equal_checkpoint_is_kept_once() -> None:
+def test_putting_an_equal_checkpoint_keeps_the_first() -> None:
     pool = BlockPool(max_bytes=100)
     (node,) = chain([1])
     first = KVBlock(state(node), object(), 10)
     pool.put(first)
     pool.put(KVBlock(state(node), object(), 10, pins=1))
     assert pool.get(state(node).key) is first and first.pins == 1
-    assert held(pool) == (0, 1, 10, 10)
+    assert contents(pool) == (0, 1, 10, 10)
     pool.remove(state(node).key)
-    assert held(pool) == (0, 0, 0, 0)
+    assert contents(pool) == (0, 0, 0, 0)
     assert pool.checkpoints([node.key]) == []
 
 
-def test_a_dropped_block_takes_its_checkpoints_along() -> None:
+def test_removing_a_block_removes_its_checkpoints() -> None:
     pool = BlockPool(max_bytes=100)
     nodes = chain([1], [2])
-    filled(pool, nodes)
+    put_blocks(pool, nodes)
     for node in nodes:
         pool.put(KVBlock(state(node), object(), 10))
         pool.put(KVBlock(window(node), object(), 10))
@@ -134,32 +134,32 @@ def test_a_dropped_block_takes_its_checkpoints_along() -> None:
     assert pool.n_bytes == 30
 
 
-def test_blocks_of_no_bytes() -> None:
+def test_pool_accepts_blocks_of_zero_bytes() -> None:
     pool = BlockPool(max_bytes=10)
     nodes = chain(*([n] for n in range(1, 50)))
     for node in nodes:
         pool.put(KVBlock(node, {}, 0))
     assert len(pool) == 49 and pool.n_bytes == 0
     pool.put(KVBlock(state(nodes[-1]), object(), 20))
-    # Evictions free no bytes until the checkpoint itself is the oldest; then it is evicted.
-    assert held(pool)[1:3] == (0, 0)
+    # The checkpoint is larger than the pool, so it is not added.
+    assert contents(pool)[1:3] == (0, 0)
 
 
-def test_what_is_pinned_by_its_key_stays() -> None:
+def test_blocks_pinned_by_key_are_not_evicted() -> None:
     pool = BlockPool(max_bytes=20)
-    keys = filled(pool, chain([1], [2]))
+    keys = put_blocks(pool, chain([1], [2]))
     pinned = pool.pin([*keys, b"not here"])
     assert [entry.block.key for entry in pinned] == keys
-    filled(pool, chain([9]))
+    put_blocks(pool, chain([9]))
     assert len(pool) == 2 and all(key in pool for key in keys)
     pool.unpin(pinned)
-    (new,) = filled(pool, chain([9]))
+    (new,) = put_blocks(pool, chain([9]))
     assert new in pool and keys[1] not in pool
 
 
-def test_what_was_read_is_admitted_only_where_there_is_room() -> None:
+def test_prefetched_block_is_admitted_only_if_there_is_room() -> None:
     pool = BlockPool(max_bytes=20)
-    keys = filled(pool, chain([1], [2]), pinned=True)
+    keys = put_blocks(pool, chain([1], [2]), pinned=True)
     (node,) = chain([9])
     entry = KVBlock(node, object(), 10, is_stored=True)
     assert pool.admit(entry) is None
@@ -172,45 +172,45 @@ def test_what_was_read_is_admitted_only_where_there_is_room() -> None:
     assert entry.prefetched == 2
     pool.unpin([entry, entry], prefetch=True)
     assert entry.prefetched == 0
-    filled(pool, chain([1], [2], [3]), pinned=True)
+    put_blocks(pool, chain([1], [2], [3]), pinned=True)
     pool.pin([node.key])
-    (there,) = entries_of(pool, [keys[0]])
-    assert pool.n_bytes > 20 and pool.admit(KVBlock(there.block, object(), 10)) is there
+    (present,) = entries_of(pool, [keys[0]])
+    assert pool.n_bytes > 20 and pool.admit(KVBlock(present.block, object(), 10)) is present
     assert keys[0] in pool
 
 
-def test_a_cleared_pool_is_as_a_new_one() -> None:
+def test_cleared_pool_equals_a_new_pool() -> None:
     pool = BlockPool(max_bytes=100)
     nodes = chain([1], [2])
-    keys = filled(pool, nodes)
+    keys = put_blocks(pool, nodes)
     pool.put(KVBlock(state(nodes[0]), object(), 10))
     pool.clear()
     assert pool.stats() == BlockPool(max_bytes=100).stats()
     assert not (pool.children(ROOT.key) or pool.children(keys[0]) or pool.checkpoints(keys))
 
 
-def test_what_a_restore_has_used_is_proven() -> None:
+def test_proven_blocks_count_as_blocks_in_ram() -> None:
     pool = BlockPool(max_bytes=20)
     nodes = chain([1], [2])
     for node in nodes:
         pool.put(KVBlock(node, object(), 10, tier="disk", read_s=0.5))
     pool.touch([nodes[0].key, b"not here"], proven=True)
-    found = [pool.get(node.key) for node in nodes]
-    assert [entry and (entry.tier, entry.read_s) for entry in found] == [
+    entries = [pool.get(node.key) for node in nodes]
+    assert [entry and (entry.tier, entry.read_s) for entry in entries] == [
         ("ram", 0.0),
         ("disk", 0.5),
     ]
 
 
-def test_a_chain_is_released_up_to_what_others_need() -> None:
+def test_drop_chain_keeps_blocks_that_another_chain_needs() -> None:
     pool = BlockPool(max_bytes=1000)
     first = chain([1], [2], [3])
-    keys = filled(pool, first)
+    keys = put_blocks(pool, first)
     assert pool.drop_chain(keys) == 0  # none of it is on disk
     pool.set_stored(keys)
     checkpoint = state(first[-1])
     pool.put(KVBlock(checkpoint, object(), 10, is_stored=True))
-    (other,) = filled(pool, chain([4], parent=keys[0]))
+    (other,) = put_blocks(pool, chain([4], parent=keys[0]))
     for prefetch in (False, True):
         pinned = pool.pin(keys[2:], prefetch=prefetch)
         assert pool.drop_chain(keys) == 0
@@ -226,8 +226,8 @@ def test_a_chain_is_released_up_to_what_others_need() -> None:
     assert pool.drop_chain([keys[0], other]) == 0
 
 
-def test_among_many_siblings_the_neighbours_are_looked_at() -> None:
-    """The last before the text ahead, the first after it, and all with the same text."""
+def test_children_returns_the_neighbours_among_many_siblings() -> None:
+    """In sorted order, the neighbours are the siblings just before and just after the prompt."""
     pool = BlockPool(1 << 30)
     nodes = [chain([10 * n, 7])[0] for n in range(11, 11 + 3 * FEW)]
     for node in nodes:
@@ -235,15 +235,15 @@ def test_among_many_siblings_the_neighbours_are_looked_at() -> None:
     for wanted, name in (("<195><7>", "text"), (pack_ids([195, 7]), "packed_ids")):
         ordered = sorted(nodes, key=lambda node: getattr(node, name))
         after = next(n for n, node in enumerate(ordered) if getattr(node, name) > wanted)
-        found = pool.children(ROOT.key, wanted)
-        assert {ordered[after - 1].key, ordered[after].key} <= {node.key for node in found}
-        assert len(found) < len(nodes)
+        children = pool.children(ROOT.key, wanted)
+        assert {ordered[after - 1].key, ordered[after].key} <= {node.key for node in children}
+        assert len(children) < len(nodes)
     assert nodes[0] in pool.children(ROOT.key, "<110><7> and so on")
     assert len(pool.children(ROOT.key, limit=2)) == 2
 
 
-def test_what_a_prompt_begins_with_is_found_among_many_siblings() -> None:
-    """It is far from the prompt in sorted order, after others with the same beginning."""
+def test_children_returns_siblings_that_are_prefixes_of_the_prompt() -> None:
+    """In sorted order, a short prefix is far from the prompt, behind siblings that begin alike."""
     pool = BlockPool(1 << 30)
     nodes = [chain([10 * n, 7])[0] for n in range(11, 11 + 3 * FEW)]
     short = [
@@ -252,11 +252,11 @@ def test_what_a_prompt_begins_with_is_found_among_many_siblings() -> None:
     ]
     for node in (*nodes, *short):
         pool.put(KVBlock(node, None, 1))
-    found = pool.children(ROOT.key, "<195><7> and so on")
-    assert {node.text for node in short} <= {node.text for node in found}
+    children = pool.children(ROOT.key, "<195><7> and so on")
+    assert {node.text for node in short} <= {node.text for node in children}
 
 
-def test_of_many_with_the_same_text_only_some_are_looked_at() -> None:
+def test_children_limits_the_number_of_siblings_with_equal_text() -> None:
     pool = BlockPool(1 << 30)
     nodes = [replace(chain([n])[0], text="alike") for n in range(2 * MAX_ALIKE)]
     for node in nodes:
@@ -268,60 +268,59 @@ def test_of_many_with_the_same_text_only_some_are_looked_at() -> None:
     }
 
 
-def test_a_pool_gives_back_what_it_is_asked_for() -> None:
+def test_release_frees_the_requested_bytes_of_unpinned_blocks() -> None:
     pool = BlockPool(max_bytes=100)
-    old, new = filled(pool, chain([1], [2], [3])), filled(pool, chain([4], [5]))
+    old, new = put_blocks(pool, chain([1], [2], [3])), put_blocks(pool, chain([4], [5]))
     pool.touch(old)
     pool.pin(new[1:])
     assert pool.release(11) == 20 and [key in pool for key in old] == [True, False, False]
     assert pool.release(100) == 10 and pool.release(100) == 0
     assert [key in pool for key in (*old, *new)] == [False, False, False, True, True]
-    # A block that a tier below has, too, stays while a commit waits for it.
+    # A pinned block stays, also if a lower tier has it.
     pool.set_stored(new)
     assert pool.release(100) == 0 and pool.stats()["evicted"] == 3
 
 
-def test_a_pool_is_resized_while_it_is_used() -> None:
+def test_resized_pool_evicts_unpinned_blocks() -> None:
     pool = BlockPool(max_bytes=50)
-    keys = filled(pool, chain([1], [2], [3]))
+    keys = put_blocks(pool, chain([1], [2], [3]))
     assert pool.resize(25) == 10 and [key in pool for key in keys] == [True, True, False]
     pinned = pool.pin(keys)
     assert pool.resize(10) == 0 and pool.stats()["held_bytes"] == 20
     pool.unpin(pinned)
     assert (pool.n_bytes, pool.stats()["held_bytes"]) == (10, 0)
     pool.resize(20)
-    filled(pool, chain([9]))
+    put_blocks(pool, chain([9]))
     assert pool.n_bytes == 20
 
 
-def test_what_is_larger_than_the_pool_evicts_nothing() -> None:
+def test_block_larger_than_the_pool_evicts_nothing() -> None:
     pool = BlockPool(max_bytes=20)
-    keys = filled(pool, chain([1], [2]))
+    keys = put_blocks(pool, chain([1], [2]))
     (node,) = chain([9])
     pool.put(KVBlock(node, object(), 21))
     assert [key in pool for key in (*keys, node.key)] == [True, True, False]
 
 
-def test_evicting_looks_at_few_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many there are, pinned or not."""
-    n_looks = 0
+def test_cost_of_eviction_does_not_grow_with_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    n_entries_read = 0
     place_of = BlockPool._place_of
 
     def counted(pool: BlockPool, entry: KVBlock) -> object:
-        nonlocal n_looks
-        n_looks += 1
+        nonlocal n_entries_read
+        n_entries_read += 1
         return place_of(pool, entry)
 
     monkeypatch.setattr(BlockPool, "_place_of", counted)
-    looks = []
+    n_reads = []
     for n in (100, 3000):
         pool = BlockPool(max_bytes=20 * n)
-        held = filled(pool, [node for i in range(n) for node in chain([i])], pinned=True)
-        filled(pool, [node for i in range(n) for node in chain([n + i])])
-        before = n_looks
+        pinned_keys = put_blocks(pool, [node for i in range(n) for node in chain([i])], pinned=True)
+        put_blocks(pool, [node for i in range(n) for node in chain([n + i])])
+        before = n_entries_read
         for i in range(50):
-            filled(pool, chain([2 * n + i]))
-            pool.unpin(pool.pin(held[:1]))
-        looks.append(n_looks - before)
-        assert len(pool) == 2 * n and all(key in pool for key in held)
-    assert looks[1] <= looks[0] + 10, looks
+            put_blocks(pool, chain([2 * n + i]))
+            pool.unpin(pool.pin(pinned_keys[:1]))
+        n_reads.append(n_entries_read - before)
+        assert len(pool) == 2 * n and all(key in pool for key in pinned_keys)
+    assert n_reads[1] <= n_reads[0] + 10, n_reads

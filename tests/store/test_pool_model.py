@@ -1,4 +1,4 @@
-"""The pool against a model that looks at everything: same content, same bytes, same order."""
+"""The pool, compared with a simple model: the same content, bytes and order of use."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .conftest import ROOT, chain, state, window
 
 OPS = (
     *("put", "put", "put stored", "put pinned", "use", "pin", "unpin", "prefetch"),
-    *("let go", "stored", "gone", "drop", "drop chain", "admit", "resize", "release"),
+    *("end prefetch", "stored", "not stored", "drop", "drop chain", "admit", "resize", "release"),
 )
 Op = tuple[str, int, int]
 
 
 class Universe:
-    """Blocks in a tree, parents before children, and checkpoints at some."""
+    """Blocks in a tree, parents before children, and checkpoints at every fifth block."""
 
     def __init__(self, n: int) -> None:
         rng = random.Random(n)
@@ -36,52 +36,52 @@ class Universe:
             parent = rng.choice(blocks) if blocks and rng.random() < 0.85 else None
             (block,) = chain([number], parent=parent.key if parent else ROOT.key)
             blocks.append(Block(block.key, block.parent, parent.stop if parent else 0, b"\0\0\0\0"))
-        points = [make(block) for block in blocks[::5] for make in (state, window)]
-        self.records: list[Record] = [*blocks, *points]
+        checkpoints = [make(block) for block in blocks[::5] for make in (state, window)]
+        self.records: list[Record] = [*blocks, *checkpoints]
         self.by_key = {record.key: record for record in self.records}
 
     def path(self, record: Record) -> list[bytes]:
-        """Return the keys of a block's chain, or of a checkpoint's with its own at the end."""
+        """Return the keys of a record's chain, with the record's own key at the end."""
         above = record.block if isinstance(record, Checkpoint) else record.parent
         return [*(self.path(self.by_key[above]) if above in self.by_key else ()), record.key]
 
 
-class Naive:
+class SimplePool:
     """The pool's expected behaviour, computed from all entries each time."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.n_uses = max_bytes, 0
-        self.held: dict[bytes, KVBlock] = {}
+        self.entries: dict[bytes, KVBlock] = {}
 
     @property
     def n_bytes(self) -> int:
-        return sum(entry.n_bytes for entry in self.held.values())
+        return sum(entry.n_bytes for entry in self.entries.values())
 
     @property
     def held_bytes(self) -> int:
-        return sum(entry.n_bytes for entry in self.held.values() if entry.is_held)
+        return sum(entry.n_bytes for entry in self.entries.values() if entry.is_held)
 
     def use(self, entry: KVBlock) -> None:
         self.n_uses += 1
         entry.used = self.n_uses
 
     def parents(self) -> set[bytes]:
-        blocks = [entry.block for entry in self.held.values()]
+        blocks = [entry.block for entry in self.entries.values()]
         return {block.parent for block in blocks if isinstance(block, Block)}
 
     def present(self, keys: Iterable[bytes]) -> list[KVBlock]:
-        return [self.held[key] for key in keys if key in self.held]
+        return [self.entries[key] for key in keys if key in self.entries]
 
     def put(self, entry: KVBlock) -> KVBlock:
         block = entry.block
-        if present := self.held.get(block.key):
+        if present := self.entries.get(block.key):
             present.pins += entry.pins
             present.prefetched += entry.prefetched
             self.use(present)
             return present
         if entry.n_bytes > self.max_bytes and not entry.is_held:
             return entry
-        self.held[block.key] = entry
+        self.entries[block.key] = entry
         self.use(entry)
         self.evict(self.max_bytes)
         return entry
@@ -89,11 +89,11 @@ class Naive:
     def admit(self, entry: KVBlock) -> KVBlock | None:
         entry.prefetched += 1
         key, free = entry.block.key, self.max_bytes - self.n_bytes
-        if key not in self.held and entry.n_bytes > free + self.n_bytes - self.held_bytes:
+        if key not in self.entries and entry.n_bytes > free + self.n_bytes - self.held_bytes:
             return None
         present = self.put(entry)
         if present is entry and self.n_bytes > self.max_bytes:
-            del self.held[key]
+            del self.entries[key]
             return None
         return present
 
@@ -117,21 +117,21 @@ class Naive:
         for entry in self.present(keys):
             entry.is_stored = is_stored
 
-    def points(self, key: bytes) -> list[bytes]:
+    def checkpoints_of(self, key: bytes) -> list[bytes]:
         return [
             key_of
-            for key_of, entry in self.held.items()
+            for key_of, entry in self.entries.items()
             if isinstance(entry.block, Checkpoint) and entry.block.block == key
         ]
 
     def remove(self, key: bytes) -> None:
-        for one in (key, *self.points(key)):
-            self.held.pop(one, None)
+        for removed in (key, *self.checkpoints_of(key)):
+            self.entries.pop(removed, None)
 
     def drop_chain(self, keys: list[bytes]) -> None:
         for key in reversed(keys):
-            entries = self.present((key, *self.points(key)))
-            is_new = key in self.held and not self.held[key].is_stored
+            entries = self.present((key, *self.checkpoints_of(key)))
+            is_new = key in self.entries and not self.entries[key].is_stored
             is_busy = any(entry.pins or entry.prefetched for entry in entries)
             if is_new or is_busy or key in self.parents():
                 return
@@ -147,26 +147,26 @@ class Naive:
     def evict(self, down_to: int, *, only_unneeded: bool = False) -> None:
         while self.n_bytes > down_to:
             parents = self.parents()
-            order = sorted(self.held.items(), key=lambda item: item[1].used)
+            order = sorted(self.entries.items(), key=lambda item: item[1].used)
             free = [k for k, e in order if not e.pins and not e.prefetched and k not in parents]
-            stored = [item for item in self.held.items() if item[1].is_stored]
+            stored = [item for item in self.entries.items() if item[1].is_stored]
             deepest = sorted(stored, key=lambda item: (-start(item[1].block), item[0]))
             spare = [k for k, e in deepest if not e.prefetched]
-            found = free or (not only_unneeded and spare)
-            if not found:
+            candidates = free or (not only_unneeded and spare)
+            if not candidates:
                 return
-            del self.held[found[0]]
+            del self.entries[candidates[0]]
 
 
 def start(record: Record) -> float:
-    """Return where a block begins; a checkpoint goes before all blocks."""
+    """Return a block's first position; infinity for a checkpoint, which is evicted first."""
     return record.start if isinstance(record, Block) else math.inf
 
 
 class User:
-    """A user of a pool who does one thing at a time, and unpins its entries."""
+    """A user of a pool, which runs one operation at a time and unpins only its own entries."""
 
-    def __init__(self, pool: BlockPool | Naive, universe: Universe) -> None:
+    def __init__(self, pool: BlockPool | SimplePool, universe: Universe) -> None:
         self.pool, self.universe = pool, universe
         self.pinned: dict[bool, list[KVBlock]] = {False: [], True: []}
 
@@ -175,7 +175,7 @@ class User:
         name, number, size = op
         record = self.universe.records[number % len(self.universe.records)]
         pool, key, path = self.pool, record.key, self.universe.path(record)
-        prefetch = name in ("prefetch", "let go", "admit")
+        prefetch = name in ("prefetch", "end prefetch", "admit")
         if name.startswith("put"):
             pins = int(name == "put pinned")
             is_stored = not pins and (size % 3 == 0 or name == "put stored")
@@ -188,11 +188,11 @@ class User:
             pool.touch(path)
         elif name in ("pin", "prefetch"):
             self.pinned[prefetch] += pool.pin(path, prefetch=prefetch)
-        elif name in ("unpin", "let go"):
-            mine = self.pinned[prefetch]
-            going, self.pinned[prefetch] = mine[:size], mine[size:]
-            pool.unpin(going, prefetch=prefetch)
-        elif name in ("stored", "gone"):
+        elif name in ("unpin", "end prefetch"):
+            pinned = self.pinned[prefetch]
+            unpinned, self.pinned[prefetch] = pinned[:size], pinned[size:]
+            pool.unpin(unpinned, prefetch=prefetch)
+        elif name in ("stored", "not stored"):
             pool.set_stored(path, name == "stored")
         elif name == "drop":
             pool.remove(key)
@@ -204,9 +204,9 @@ class User:
             pool.release(size)
 
 
-def check(pool: BlockPool, naive: Naive) -> None:
-    assert pool._entries.keys() == naive.held.keys()
-    assert (pool.n_bytes, pool.held_bytes) == (naive.n_bytes, naive.held_bytes)
+def check(pool: BlockPool, simple: SimplePool) -> None:
+    assert pool._entries.keys() == simple.entries.keys()
+    assert (pool.n_bytes, pool.held_bytes) == (simple.n_bytes, simple.held_bytes)
 
 
 @settings(max_examples=150, deadline=None)
@@ -215,13 +215,13 @@ def check(pool: BlockPool, naive: Naive) -> None:
         st.tuples(st.sampled_from(OPS), st.integers(0, 40), st.integers(0, 40)), max_size=80
     ),
 )
-def test_the_pool_does_what_a_naive_one_does(ops: list[Op]) -> None:
-    universe, pool, naive = Universe(24), BlockPool(200), Naive(200)
-    users = User(pool, universe), User(naive, universe)
+def test_pool_agrees_with_the_simple_model(ops: list[Op]) -> None:
+    universe, pool, simple = Universe(24), BlockPool(200), SimplePool(200)
+    users = User(pool, universe), User(simple, universe)
     for op in ops:
         for user in users:
             user.do(op)
-        check(pool, naive)
+        check(pool, simple)
 
 
 def ops(seed: int, n: int) -> Iterator[Op]:
@@ -231,13 +231,13 @@ def ops(seed: int, n: int) -> Iterator[Op]:
 
 
 @pytest.mark.slow
-def test_a_million_operations() -> None:
-    universe, pool, naive = Universe(60), BlockPool(600), Naive(600)
-    users = User(pool, universe), User(naive, universe)
+def test_pool_agrees_with_the_simple_model_over_a_million_operations() -> None:
+    universe, pool, simple = Universe(60), BlockPool(600), SimplePool(600)
+    users = User(pool, universe), User(simple, universe)
     for op in ops(7, 1_000_000):
         for user in users:
             user.do(op)
-        check(pool, naive)
+        check(pool, simple)
 
 
 class Journal:
@@ -245,14 +245,14 @@ class Journal:
 
     def __init__(self) -> None:
         self.lock, self.depth = threading.RLock(), 0
-        self.here = threading.local()
+        self.current = threading.local()
         self.entries: list[tuple[int, Op]] = []
 
     def __enter__(self) -> None:
         self.lock.acquire()
         self.depth += 1
         if self.depth == 1:
-            self.entries.append(self.here.doing)
+            self.entries.append(self.current.operation)
 
     def __exit__(self, *error: object) -> None:
         self.depth -= 1
@@ -260,8 +260,8 @@ class Journal:
 
 
 @contextmanager
-def eager_threads() -> Iterator[None]:
-    """Have threads take turns a thousand times as often."""
+def fast_thread_switches() -> Iterator[None]:
+    """Switch between threads a thousand times as often."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(5e-6)
     yield
@@ -269,45 +269,45 @@ def eager_threads() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("n_each", [400, pytest.param(125_000, marks=pytest.mark.slow)])
-def test_eight_threads_do_what_one_does_after_the_other(n_each: int) -> None:
-    universe, pool, naive = Universe(60), BlockPool(600), Naive(600)
+def test_operations_of_eight_threads_equal_the_same_operations_in_series(n_each: int) -> None:
+    universe, pool, simple = Universe(60), BlockPool(600), SimplePool(600)
     journal = pool.lock = Journal()  # type: ignore[assignment]
-    failed: list[BaseException] = []
+    errors: list[BaseException] = []
 
     def run(number: int) -> None:
         user = User(pool, universe)
         try:
             for op in ops(number, n_each):
-                journal.here.doing = number, op
+                journal.current.operation = number, op
                 user.do(op)
         except BaseException as error:
-            failed.append(error)
+            errors.append(error)
 
-    with eager_threads():
+    with fast_thread_switches():
         threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    assert not failed
+    assert not errors
     assert len(journal.entries) == 8 * n_each
-    users = [User(naive, universe) for _ in range(8)]
+    users = [User(simple, universe) for _ in range(8)]
     for number, op in journal.entries:
         users[number].do(op)
-    check(pool, naive)
-    for key, entry in naive.held.items():
-        found = pool._entries[key]
-        assert (found.used, found.pins) == (entry.used, entry.pins)
+    check(pool, simple)
+    for key, entry in simple.entries.items():
+        actual = pool._entries[key]
+        assert (actual.used, actual.pins) == (entry.used, entry.pins)
     check_sums(pool)
 
 
 def check_sums(pool: BlockPool) -> None:
-    """The counts are the entries' sums, and evictable entries are queued."""
+    """Check that the counts are sums over the entries, and that evictable entries are queued."""
     entries = pool._entries.values()
-    points = [e for e in entries if isinstance(e.block, Checkpoint)]
-    found = pool._checkpoints.values()
-    assert len(points) == sum(map(len, found))
-    assert len(pool) - len(points) == sum(len(c["text"]) for c in pool._children.values())
+    checkpoints = [e for e in entries if isinstance(e.block, Checkpoint)]
+    by_block = pool._checkpoints.values()
+    assert len(checkpoints) == sum(map(len, by_block))
+    assert len(pool) - len(checkpoints) == sum(len(c["text"]) for c in pool._children.values())
     places = {key: is_last_resort for is_last_resort, _, key in pool._places}
     expected = {entry.block.key: pool._place_of(entry) for entry in entries}
     assert places == {key: place[0] for key, place in expected.items() if place is not None}

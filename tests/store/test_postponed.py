@@ -1,4 +1,4 @@
-"""Checkpoints that the next turn may supersede: when they are written, and when not."""
+"""Postponed checkpoints: when they are written, and when they are not."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from .conftest import (
 LIMITS = StoreLimits(64 << 20, 1 << 30, max_loss_s=2.0)
 
 
-class Talk:
-    """A conversation in a store that postpones its states."""
+class Conversation:
+    """A conversation in a store that postpones its checkpoints."""
 
     def __init__(self, folder: Path, max_ram_bytes: int = 64 << 20) -> None:
         self.store = BlockStore(folder, replace(LIMITS, max_ram_bytes=max_ram_bytes))
@@ -44,7 +44,7 @@ class Talk:
         self.nodes: list[Block] = []
 
     def turn(self, *, loss_s: float = 1.0, has_ended: bool = True) -> Checkpoint:
-        """Add a block with a state at its end."""
+        """Add a block with a checkpoint at its end."""
         self.nodes = chain(*([n] for n in range(len(self.nodes) + 1)))
         end, keys = state(self.nodes[-1]), tuple(node.key for node in self.nodes)
         leaf = Leaf("s", keys[-1], len(keys)) if has_ended else None
@@ -65,54 +65,59 @@ class Talk:
         return checkpoint_files(self.store.folder)
 
     def settle(self) -> None:
-        """Return when only postponed checkpoints are left to be written."""
+        """Wait until only postponed checkpoints are left to write."""
         settle(self.store.writer)
 
 
 @pytest.fixture
-def talk(tmp_path: Path) -> Iterator[Talk]:
-    talk = Talk(tmp_path / "store")
-    yield talk
-    talk.store.close()
+def conversation(tmp_path: Path) -> Iterator[Conversation]:
+    conversation = Conversation(tmp_path / "store")
+    yield conversation
+    conversation.store.close()
 
 
-def test_a_state_is_written_when_its_conversation_rests(talk: Talk) -> None:
-    first = talk.turn()
-    assert talk.after(POSTPONE_S - 1) == set()
-    second = talk.turn()
-    assert talk.store.writer.n_postponed_bytes > 0
-    assert talk.after(POSTPONE_S - 1) == set()
-    assert talk.after(1) == names(second)
-    assert talk.store.writer.n_postponed_bytes == 0
-    assert [talk.store.is_safe(one.key) for one in (first, second)] == [False, True]
-    assert talk.store.index.totals().n_blocks == 2
-    assert talk.store.checkpoints([first.block]) == {first.block: [first]}  # in RAM, unpinned
+def test_checkpoint_is_written_after_its_conversation_pauses(conversation: Conversation) -> None:
+    first = conversation.turn()
+    assert conversation.after(POSTPONE_S - 1) == set()
+    second = conversation.turn()
+    assert conversation.store.writer.n_postponed_bytes > 0
+    assert conversation.after(POSTPONE_S - 1) == set()
+    assert conversation.after(1) == names(second)
+    assert conversation.store.writer.n_postponed_bytes == 0
+    store = conversation.store
+    assert [store.is_safe(checkpoint.key) for checkpoint in (first, second)] == [False, True]
+    assert store.index.totals().n_blocks == 2
+    assert store.checkpoints([first.block]) == {first.block: [first]}  # in RAM, unpinned
 
 
-def test_a_state_that_costs_much_is_written_at_once(talk: Talk) -> None:
-    talk.turn()
-    assert checkpoint_files(talk.store.folder) == set()
-    dear = talk.turn(loss_s=2.1)
-    assert checkpoint_files(talk.store.folder) == names(dear)
-    talk.turn()
-    assert checkpoint_files(talk.store.folder) == names(dear)
+def test_expensive_checkpoint_is_written_at_once(conversation: Conversation) -> None:
+    conversation.turn()
+    assert checkpoint_files(conversation.store.folder) == set()
+    expensive = conversation.turn(loss_s=2.1)
+    assert checkpoint_files(conversation.store.folder) == names(expensive)
+    conversation.turn()
+    assert checkpoint_files(conversation.store.folder) == names(expensive)
 
 
-def test_a_prompt_whose_reply_runs_does_not_rest(talk: Talk) -> None:
-    talk.turn(has_ended=False)
-    assert talk.after(ABANDON_S - 1) == set()
-    end = talk.turn()
-    assert talk.after(POSTPONE_S) == names(end)
+def test_checkpoint_of_a_prompt_is_not_written_while_its_reply_runs(
+    conversation: Conversation,
+) -> None:
+    conversation.turn(has_ended=False)
+    assert conversation.after(ABANDON_S - 1) == set()
+    end = conversation.turn()
+    assert conversation.after(POSTPONE_S) == names(end)
 
 
-def test_a_prompt_that_was_given_up_does_not_wait_for_ever(talk: Talk) -> None:
-    given_up = talk.turn(has_ended=False)
-    assert talk.after(ABANDON_S) == names(given_up)
+def test_checkpoint_of_an_abandoned_prompt_is_written_after_a_timeout(
+    conversation: Conversation,
+) -> None:
+    abandoned = conversation.turn(has_ended=False)
+    assert conversation.after(ABANDON_S) == names(abandoned)
 
 
-def test_what_is_postponed_keeps_no_blocks_on_a_full_disk(tmp_path: Path) -> None:
+def test_postponed_checkpoints_do_not_prevent_eviction_on_a_full_disk(tmp_path: Path) -> None:
     store = BlockStore(tmp_path, replace(LIMITS, max_disk_bytes=3 << 20))
-    for first in range(4):  # each takes about half of the disk
+    for first in range(4):  # each conversation takes about half of the disk
         nodes = chain(*([first, n] for n in range(12)))
         end, keys = state(nodes[-1]), tuple(node.key for node in nodes)
         leaf = Leaf(f"s{first}", nodes[-1].key, nodes[-1].stop) if first else None
@@ -125,51 +130,58 @@ def test_what_is_postponed_keeps_no_blocks_on_a_full_disk(tmp_path: Path) -> Non
     store.close()
 
 
-def test_what_writes_nothing_is_no_turn_that_is_saved(talk: Talk) -> None:
-    """Nor does it prove that the disk works again."""
-    talk.turn()
-    n_saved = talk.store.turns_saved
-    with closing(DiskStore(talk.store.folder, LIMITS)) as disk:
+def test_writing_nothing_does_not_count_as_a_saved_turn(conversation: Conversation) -> None:
+    """It does not clear a failure, either."""
+    conversation.turn()
+    n_saved = conversation.store.turns_saved
+    with closing(DiskStore(conversation.store.folder, LIMITS)) as disk:
         (session,) = disk.index.sessions()
         disk.remove_session(session)
-    talk.store._failures.add("save a turn: disk")
-    talk.after(POSTPONE_S)
-    assert (talk.store.turns_saved, talk.store._failures) == (n_saved, {"save a turn: disk"})
+    conversation.store._failures.add("save a turn: disk")
+    conversation.after(POSTPONE_S)
+    assert (conversation.store.turns_saved, conversation.store._failures) == (
+        n_saved,
+        {"save a turn: disk"},
+    )
 
 
-def test_what_is_due_is_written_also_while_there_is_always_work(talk: Talk) -> None:
-    end = talk.turn()
-    writer, is_begun, release = talk.store.writer, Event(), Event()
-    tries: list[int] = []
+def test_due_checkpoint_is_written_while_the_writer_is_busy(conversation: Conversation) -> None:
+    end = conversation.turn()
+    writer, is_begun, release = conversation.store.writer, Event(), Event()
+    attempts: list[int] = []
 
     def work() -> None:
         is_begun.set()
         release.wait()
-        if checkpoint_files(talk.store.folder) == set() and len(tries) < 20:
-            tries.append(1)
+        if checkpoint_files(conversation.store.folder) == set() and len(attempts) < 20:
+            attempts.append(1)
             writer.submit(work)
 
     writer.submit(work)
     is_begun.wait()
     writer.submit(work)
-    talk.now_s += POSTPONE_S
+    conversation.now_s += POSTPONE_S
     release.set()
-    talk.settle()
-    assert checkpoint_files(talk.store.folder) == names(end) and len(tries) < 20
+    conversation.settle()
+    assert checkpoint_files(conversation.store.folder) == names(end) and len(attempts) < 20
 
 
 @pytest.mark.parametrize("end", [BlockStore.drain, BlockStore.close])
-def test_an_end_writes_what_is_postponed(talk: Talk, end: Callable[[BlockStore], None]) -> None:
+def test_drain_and_close_write_the_last_postponed_checkpoint(
+    conversation: Conversation, end: Callable[[BlockStore], None]
+) -> None:
     for _ in range(3):
-        last = talk.turn(has_ended=False)
-    end(talk.store)
-    assert checkpoint_files(talk.store.folder) == names(last)
+        last = conversation.turn(has_ended=False)
+    end(conversation.store)
+    assert checkpoint_files(conversation.store.folder) == names(last)
 
 
-@pytest.mark.parametrize("becomes", [False, True], ids=["little RAM", "less RAM"])
-def test_what_has_no_room_in_ram_is_written(tmp_path: Path, becomes: bool) -> None:
-    little = 1 << 20  # a quarter of it may be postponed
-    talk = Talk(tmp_path, max_ram_bytes=64 << 20 if becomes else little)
+@pytest.mark.parametrize("is_shrunk", [False, True], ids=["small RAM", "shrunk RAM"])
+def test_postponed_checkpoints_beyond_the_ram_limit_are_written(
+    tmp_path: Path, is_shrunk: bool
+) -> None:
+    small_bytes = 1 << 20  # a quarter of it may be postponed
+    conversation = Conversation(tmp_path, max_ram_bytes=64 << 20 if is_shrunk else small_bytes)
     ends = []
     for n in range(12):
         (node,) = chain([n])
@@ -178,117 +190,123 @@ def test_what_has_no_room_in_ram_is_written(tmp_path: Path, becomes: bool) -> No
             (node, arrays_of(node)),
             (ends[-1], arrays_of_checkpoint(ends[-1])),
         ]
-        talk.store.commit(Commit(ROOT, (node,), checkpoints=(ends[-1],)), new, loss_s=1.0)
-        talk.settle()
-    if becomes:
+        conversation.store.commit(Commit(ROOT, (node,), checkpoints=(ends[-1],)), new, loss_s=1.0)
+        conversation.settle()
+    if is_shrunk:
         assert checkpoint_files(tmp_path) == set()
-        talk.store.resize(little)
-        talk.settle()
+        conversation.store.resize(small_bytes)
+        conversation.settle()
     written = checkpoint_files(tmp_path)
     assert 0 < len(written) < 12 and written == names(*ends[: len(written)])
-    assert talk.store.writer.n_postponed_bytes <= 1 << 18 <= 2 * talk.store.writer.n_postponed_bytes
-    talk.store.close()
+    n_postponed_bytes = conversation.store.writer.n_postponed_bytes
+    assert n_postponed_bytes <= 1 << 18 <= 2 * n_postponed_bytes
+    conversation.store.close()
     assert checkpoint_files(tmp_path) == names(*ends)
 
 
-def test_a_turn_without_a_state_leaves_the_one_before_postponed(talk: Talk) -> None:
-    end = talk.turn()
-    talk.nodes = chain([0], [1])
-    leaf = Leaf("s", talk.nodes[-1].key, 2)
-    new = [(talk.nodes[-1], arrays_of(talk.nodes[-1]))]
-    talk.store.commit(Commit(ROOT, tuple(talk.nodes), leaf), new, loss_s=1.0)
-    talk.settle()
-    assert talk.after(POSTPONE_S) == names(end)
+def test_turn_without_a_checkpoint_keeps_the_previous_one_postponed(
+    conversation: Conversation,
+) -> None:
+    end = conversation.turn()
+    conversation.nodes = chain([0], [1])
+    leaf = Leaf("s", conversation.nodes[-1].key, 2)
+    new = [(conversation.nodes[-1], arrays_of(conversation.nodes[-1]))]
+    conversation.store.commit(Commit(ROOT, tuple(conversation.nodes), leaf), new, loss_s=1.0)
+    conversation.settle()
+    assert conversation.after(POSTPONE_S) == names(end)
 
 
-def test_what_fell_out_of_ram_alone_is_not_safe(talk: Talk) -> None:
-    """Another thread may evict a checkpoint after it was found."""
-    first, second = talk.turn(), talk.turn()
-    talk.store.pool.remove(first.key)
-    assert not talk.store.is_safe(first.key)
-    talk.after(POSTPONE_S)
-    assert talk.store.is_safe(second.key)
-    # Another process may, too.
-    with closing(DiskStore(talk.store.disk.folder, talk.store.limits)) as other:
+def test_checkpoint_removed_from_ram_or_disk_is_not_safe(conversation: Conversation) -> None:
+    """Another thread or process may evict a checkpoint after a lookup has found it."""
+    first, second = conversation.turn(), conversation.turn()
+    conversation.store.pool.remove(first.key)
+    assert not conversation.store.is_safe(first.key)
+    conversation.after(POSTPONE_S)
+    assert conversation.store.is_safe(second.key)
+    with closing(DiskStore(conversation.store.disk.folder, conversation.store.limits)) as other:
         other.forget(second.key)
-    assert second.key in talk.store.pool and not talk.store.is_safe(second.key)
+    assert second.key in conversation.store.pool and not conversation.store.is_safe(second.key)
 
 
-def test_where_other_sessions_end_is_known_before_it_is_written(talk: Talk) -> None:
-    talk.turn()
-    release = hold(talk.store.writer)
+def test_ends_of_other_sessions_include_queued_turns(conversation: Conversation) -> None:
+    conversation.turn()
+    release = hold(conversation.store.writer)
     first, second = chain([0], [1])
     leaf = Leaf("another", second.key, 2)
     new = [(second, arrays_of(second))]
-    talk.store.commit(Commit(ROOT, (first, second), leaf), new)
+    conversation.store.commit(Commit(ROOT, (first, second), leaf), new)
     for _ in range(2):
-        ends = [talk.store.ends([first, second], name) for name in ("s", "another", None)]
+        ends = [conversation.store.ends([first, second], name) for name in ("s", "another", None)]
         assert ends == [{second.key}, {first.key}, {first.key, second.key}]
         release.set()
-        talk.settle()
+        conversation.settle()
 
 
-def test_another_server_finds_what_rested(talk: Talk) -> None:
-    with closing(BlockStore(talk.store.folder, LIMITS)) as other:
-        end = talk.turn()
+def test_another_server_finds_a_checkpoint_once_it_is_written(conversation: Conversation) -> None:
+    with closing(BlockStore(conversation.store.folder, LIMITS)) as other:
+        end = conversation.turn()
         assert other.checkpoints([end.block]) == {}
-        talk.after(POSTPONE_S)
+        conversation.after(POSTPONE_S)
         assert other.checkpoints([end.block]) == {end.block: [end]}
 
 
-def test_a_session_that_was_removed_takes_what_is_postponed_along(talk: Talk) -> None:
-    talk.turn()
-    with closing(DiskStore(talk.store.folder, LIMITS)) as disk:
+def test_removing_a_session_discards_its_postponed_checkpoint(conversation: Conversation) -> None:
+    conversation.turn()
+    with closing(DiskStore(conversation.store.folder, LIMITS)) as disk:
         (session,) = disk.index.sessions()
         disk.remove_session(session)
-    assert talk.after(POSTPONE_S) == set()
-    assert find_problems(talk.store.folder, talk.store.index) == []
+    assert conversation.after(POSTPONE_S) == set()
+    assert find_problems(conversation.store.folder, conversation.store.index) == []
 
 
-def save_another(talk: Talk) -> Checkpoint:
-    """Save a turn of another conversation, and postpone its state."""
+def save_another(conversation: Conversation) -> Checkpoint:
+    """Save a turn of another conversation, and postpone its checkpoint."""
     (node,) = chain([99])
     end, leaf = state(node), Leaf("another", node.key, 1)
     new: list[tuple[Record, Arrays]] = [
         (node, arrays_of(node)),
         (end, arrays_of_checkpoint(end)),
     ]
-    talk.store.commit(Commit(ROOT, (node,), leaf, checkpoints=(end,)), new, loss_s=1.0)
+    conversation.store.commit(Commit(ROOT, (node,), leaf, checkpoints=(end,)), new, loss_s=1.0)
     return end
 
 
-def test_an_evicted_session_alone_has_what_is_postponed_written(talk: Talk) -> None:
-    end = talk.turn()
-    save_another(talk)
-    talk.settle()
-    (session,) = talk.store.index.sessions_named("s")
-    assert StoredSessions(talk.store).evict(session.id)["ram_bytes_freed"] > 0
-    assert checkpoint_files(talk.store.folder) == names(end)
-    assert talk.store.writer.n_postponed_bytes > 0
+def test_evicting_a_session_writes_only_its_postponed_checkpoint(
+    conversation: Conversation,
+) -> None:
+    end = conversation.turn()
+    save_another(conversation)
+    conversation.settle()
+    (session,) = conversation.store.index.sessions_named("s")
+    assert StoredSessions(conversation.store).evict(session.id)["ram_bytes_freed"] > 0
+    assert checkpoint_files(conversation.store.folder) == names(end)
+    assert conversation.store.writer.n_postponed_bytes > 0
 
 
-def test_an_export_has_what_is_postponed(talk: Talk, tmp_path: Path) -> None:
-    end = talk.turn()
-    (session,) = talk.store.index.sessions()
-    n_bytes, parts = StoredSessions(talk.store).export(session.id)
+def test_export_includes_the_postponed_checkpoint(
+    conversation: Conversation, tmp_path: Path
+) -> None:
+    end = conversation.turn()
+    (session,) = conversation.store.index.sessions()
+    n_bytes, parts = StoredSessions(conversation.store).export(session.id)
     path = tmp_path / "exported"
     path.write_bytes(b"".join(parts))
     with closing(SessionFile(path)) as exported:
         assert exported.checkpoints == (end,) and path.stat().st_size == n_bytes
 
 
-def test_a_deleted_session_lets_go_of_what_is_postponed(talk: Talk) -> None:
-    talk.turn()
-    (session,) = talk.store.index.sessions()
-    StoredSessions(talk.store).delete(session.id)
-    assert talk.store.writer.n_postponed_bytes == talk.store.pool.n_bytes == 0
+def test_deleting_a_session_releases_its_postponed_checkpoint(conversation: Conversation) -> None:
+    conversation.turn()
+    (session,) = conversation.store.index.sessions()
+    StoredSessions(conversation.store).delete(session.id)
+    assert conversation.store.writer.n_postponed_bytes == conversation.store.pool.n_bytes == 0
 
 
-def test_what_is_postponed_is_written_where_ram_gets_short(tmp_path: Path) -> None:
-    talk = Talk(tmp_path)
-    with closing(talk.store):
-        talk.turn()
-        assert not talk.after(0)
-        talk.store.resize(100)
-        assert talk.after(0)
-        assert talk.store.pool.n_bytes <= 100
+def test_shrinking_ram_writes_the_postponed_checkpoint(tmp_path: Path) -> None:
+    conversation = Conversation(tmp_path)
+    with closing(conversation.store):
+        conversation.turn()
+        assert not conversation.after(0)
+        conversation.store.resize(100)
+        assert conversation.after(0)
+        assert conversation.store.pool.n_bytes <= 100

@@ -1,4 +1,4 @@
-"""Blocks that are read ahead stay until they are used, within half of the budget."""
+"""Prefetched blocks stay in RAM until they are used, within half of the budget."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.support.store_files import block_path
 from .conftest import ROOT, arrays_of, chain, save_turn
 
 BLOCK_BYTES = 70_000
-"""About; 2 * 64 * 128 * 4 bytes of weights."""
+"""Approximate size: 2 * 64 * 128 * 4 bytes of weights, and the scales."""
 
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Iterator[tuple[BlockStore, list[Block]]]:
-    """Ten blocks on disk, none in RAM, where ten fit."""
+    """A store with ten blocks on disk and none in RAM; RAM has room for ten."""
     store = BlockStore(tmp_path / "store", StoreLimits(10 * BLOCK_BYTES, 1 << 30))
     nodes = chain(*([n] for n in range(10)))
     save_turn(store, nodes)
@@ -36,69 +36,69 @@ def stored(tmp_path: Path) -> Iterator[tuple[BlockStore, list[Block]]]:
     store.close()
 
 
-def begin(store: BlockStore, nodes: list[Block]) -> Prefetch:
-    ahead = store.reader.prefetch([(node, BLOCK_BYTES) for node in nodes], ROOT)
-    wait_until(lambda: ahead.finished, "reading ahead")
-    return ahead
+def prefetch_all(store: BlockStore, nodes: list[Block]) -> Prefetch:
+    prefetch = store.reader.prefetch([(node, BLOCK_BYTES) for node in nodes], ROOT)
+    wait_until(lambda: prefetch.finished, "the prefetch")
+    return prefetch
 
 
-def in_ram(store: BlockStore, nodes: list[Block]) -> int:
+def n_in_ram(store: BlockStore, nodes: list[Block]) -> int:
     return sum(node.key in store.pool for node in nodes)
 
 
 def fill(store: BlockStore, n_blocks: int = 10) -> None:
-    """Keep as many other blocks in RAM as fit."""
+    """Put other blocks into RAM, which evicts unpinned blocks."""
     nodes = chain(*([100 + n] for n in range(n_blocks)))
     store.put((node, arrays_of(node)) for node in nodes)
 
 
-def test_what_was_read_ahead_counts_as_read_until_a_restore_is_complete(stored: Any) -> None:
+def test_prefetched_blocks_count_as_disk_reads_until_a_restore_uses_them(stored: Any) -> None:
     store, nodes = stored
-    ahead = begin(store, nodes[:3])
+    prefetch = prefetch_all(store, nodes[:3])
     loaded = [store.reader.load(node, ROOT) for node in nodes[:3]]
-    assert all(one.tier == "disk" and one.read_s > 0 for one in loaded)
+    assert all(entry.tier == "disk" and entry.read_s > 0 for entry in loaded)
     assert [store.reader.load(node, ROOT).tier for node in nodes[:3]] == ["disk"] * 3
     store.pool.touch([node.key for node in nodes[:3]], proven=True)
     assert [store.reader.load(node, ROOT).tier for node in nodes[:3]] == ["ram"] * 3
-    ahead.release()
+    prefetch.release()
 
 
-def test_it_takes_half_of_the_budget_and_stays(stored: Any) -> None:
+def test_prefetched_blocks_take_half_of_the_budget_and_stay(stored: Any) -> None:
     store, nodes = stored
-    ahead = begin(store, nodes)
-    assert in_ram(store, nodes) == 5
-    other = begin(store, nodes[5:])
-    assert in_ram(store, nodes) == 5
+    prefetch = prefetch_all(store, nodes)
+    assert n_in_ram(store, nodes) == 5
+    other = prefetch_all(store, nodes[5:])
+    assert n_in_ram(store, nodes) == 5
     fill(store)
-    assert in_ram(store, nodes) == 5
+    assert n_in_ram(store, nodes) == 5
     assert store.pool.n_bytes <= store.pool.max_bytes
-    ahead.release()
-    ahead.release()
+    prefetch.release()
+    prefetch.release()
     fill(store, 20)
-    assert in_ram(store, nodes) == 0
-    assert begin(store, nodes).sizes
+    assert n_in_ram(store, nodes) == 0
+    assert prefetch_all(store, nodes).sizes
     other.release()
 
 
-def test_what_was_in_ram_stays_too(stored: Any) -> None:
+def test_prefetch_keeps_blocks_that_were_already_in_ram(stored: Any) -> None:
     store, nodes = stored
     assert store.reader.load(nodes[0], ROOT)
-    ahead = begin(store, nodes[:1])
+    prefetch = prefetch_all(store, nodes[:1])
     fill(store, 20)
-    assert in_ram(store, nodes) == 1
-    ahead.release()
+    assert n_in_ram(store, nodes) == 1
+    prefetch.release()
     fill(store, 20)
-    assert in_ram(store, nodes) == 0
+    assert n_in_ram(store, nodes) == 0
 
 
-def test_there_is_no_room_beside_turns_that_wait(stored: Any) -> None:
-    """Their blocks may not be evicted, and reads must not exceed the budget."""
+def test_prefetch_evicts_no_blocks_of_waiting_turns(stored: Any) -> None:
+    """Blocks of waiting turns are pinned, and a prefetch must not exceed the budget."""
     store, nodes = stored
     others = chain(*([100 + n] for n in range(10)))
     store.put((node, arrays_of(node)) for node in others)
     pinned = store.pool.pin(node.key for node in others)
     n_bytes = store.pool.n_bytes
-    begin(store, nodes)
+    prefetch_all(store, nodes)
     assert store.pool.n_bytes <= max(n_bytes, store.pool.max_bytes)
     assert all(node.key in store.pool for node in others[: len(pinned)])
 
@@ -123,57 +123,55 @@ print(reader.close(0.1))
 """
 
 
-def test_a_disk_that_hangs_keeps_no_process_alive() -> None:
+def test_hanging_disk_does_not_keep_the_process_alive() -> None:
     done = subprocess.run([sys.executable, "-c", HANGING], capture_output=True, timeout=120)
     assert done.stdout == b"False\n", done.stderr
 
 
-def test_a_release_while_it_reads_holds_nothing(
-    stored: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_release_during_a_read_leaves_no_pin(stored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     store, nodes = stored
-    reading, may_go_on = threading.Event(), threading.Event()
+    reading, may_read = threading.Event(), threading.Event()
     read = store.reader.read
 
     def slowly(*args: Any, **kwargs: Any) -> Any:
         reading.set()
-        may_go_on.wait(60)
+        may_read.wait(60)
         return read(*args, **kwargs)
 
     monkeypatch.setattr(store.reader, "read", slowly)
-    ahead = store.reader.prefetch([(node, BLOCK_BYTES) for node in nodes], ROOT)
+    prefetch = store.reader.prefetch([(node, BLOCK_BYTES) for node in nodes], ROOT)
     assert reading.wait(60)
-    ahead.release()
-    may_go_on.set()
-    wait_until(partial(getattr, ahead, "finished"), "the end of reading")
-    assert in_ram(store, nodes) == 1
+    prefetch.release()
+    may_read.set()
+    wait_until(partial(getattr, prefetch, "finished"), "the end of reading")
+    assert n_in_ram(store, nodes) == 1
     assert [entry.prefetched for entry in store.pool._entries.values()] == [0]
 
 
-def test_a_dropped_block_that_comes_anew_is_not_let_go_by_another(stored: Any) -> None:
-    """A turn that waits to be written must not lose its pin to an earlier read."""
+def test_old_prefetch_does_not_unpin_a_block_that_was_put_again(stored: Any) -> None:
+    """A waiting turn must not lose its pin to an earlier prefetch."""
     store, nodes = stored
-    ahead = begin(store, nodes[:1])
+    prefetch = prefetch_all(store, nodes[:1])
     store.pool.remove(nodes[0].key)
     store.put([(nodes[0], arrays_of(nodes[0]))])
     pinned = store.pool.pin([nodes[0].key])
-    ahead.release()
+    prefetch.release()
     entry = store.pool.get(nodes[0].key)
     assert entry is not None and entry.pins == 1
     store.pool.unpin(pinned)
 
 
-def test_what_cannot_be_read_ends_it(stored: Any) -> None:
+def test_unreadable_block_ends_the_prefetch(stored: Any) -> None:
     store, nodes = stored
     block_path(store.folder, nodes[2].key).unlink()
-    begin(store, nodes)
-    assert in_ram(store, nodes) == 2
+    prefetch_all(store, nodes)
+    assert n_in_ram(store, nodes) == 2
     store.drain()
     assert nodes[2].key not in store.index
 
 
-def test_files_that_come_and_go_under_many_readers(stored: Any) -> None:
-    """Whatever happens to the files, each answer is whole or None, and in order."""
+def test_readers_get_whole_blocks_or_none_while_files_vanish(stored: Any) -> None:
+    """Each result is a whole block or None, in the order of the requests."""
     store, nodes = stored
     rng = random.Random(3)
     kept = {node.key: block_path(store.folder, node.key).read_bytes() for node in nodes}
@@ -184,20 +182,22 @@ def test_files_that_come_and_go_under_many_readers(stored: Any) -> None:
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(kept[node.key])
         bad = rng.choice(nodes)
-        aheads = [store.reader.prefetch([(n, BLOCK_BYTES) for n in nodes], ROOT) for _ in range(3)]
+        prefetches = [
+            store.reader.prefetch([(n, BLOCK_BYTES) for n in nodes], ROOT) for _ in range(3)
+        ]
         block_path(store.folder, bad.key).unlink(missing_ok=True)
         loaded = list(store.reader.load_all(nodes, ROOT))
-        for node, one in zip(nodes, loaded, strict=True):
-            assert one is not None or node is bad
-        for ahead in aheads:
-            ahead.release()
-            wait_until(partial(getattr, ahead, "finished"), "the end of reading")
+        for node, entry in zip(nodes, loaded, strict=True):
+            assert entry is not None or node is bad
+        for prefetch in prefetches:
+            prefetch.release()
+            wait_until(partial(getattr, prefetch, "finished"), "the end of reading")
         assert store.pool.n_bytes <= store.pool.max_bytes
-        store.drain()  # missing keys are forgotten by then
+        store.drain()  # forgets missing keys
     assert not any(entry.prefetched for entry in store.pool._entries.values())
 
 
-def test_load_all_reads_little_beyond_what_is_taken(
+def test_load_all_reads_few_blocks_beyond_the_consumed_ones(
     stored: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, nodes = stored
@@ -208,17 +208,17 @@ def test_load_all_reads_little_beyond_what_is_taken(
         return read(*args, **kwargs)
 
     monkeypatch.setattr(store.reader, "read", counted)
-    coming = store.reader.load_all(nodes, ROOT)
-    assert next(coming) is not None
-    coming.close()
+    results = store.reader.load_all(nodes, ROOT)
+    assert next(results) is not None
+    results.close()
     store.close()
     assert len(n_read) <= 4
 
 
-def test_what_another_prompt_has_read_stays_for_both(
+def test_block_prefetched_for_two_prompts_stays_until_both_release_it(
     stored: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first prompt may be served, and release the block, before the second."""
+    """The first prompt may be served before the second, and release the blocks."""
     store, nodes = stored
     both_wait = threading.Event()
     read = store.reader.read
@@ -232,22 +232,22 @@ def test_what_another_prompt_has_read_stays_for_both(
         store.reader.prefetch([(n, BLOCK_BYTES) for n in nodes[:3]], ROOT) for _ in "12"
     )
     both_wait.set()
-    wait_until(lambda: second.finished, "reading ahead")
+    wait_until(lambda: second.finished, "the prefetch")
     first.release()
     fill(store, 20)
-    assert in_ram(store, nodes) == 3
-    third = begin(store, nodes[3:])  # they still count, and only once
-    assert in_ram(store, nodes) == 5
+    assert n_in_ram(store, nodes) == 3
+    third = prefetch_all(store, nodes[3:])  # these blocks still count, and only once
+    assert n_in_ram(store, nodes) == 5
     third.release()
     second.release()
     fill(store, 20)
-    assert in_ram(store, nodes) == 0
+    assert n_in_ram(store, nodes) == 0
 
 
-def test_a_file_of_a_newer_version_stays_where_it_is(
+def test_file_of_a_newer_format_is_not_quarantined(
     stored: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two versions may share a folder for a moment: while one is upgraded."""
+    """Two versions may share a folder during an upgrade."""
     store, nodes = stored
     monkeypatch.setattr("mlx_lm_kvpersist.store.files.FORMAT", 0)
     assert store.reader.load(nodes[0], ROOT) is None
@@ -257,26 +257,26 @@ def test_a_file_of_a_newer_version_stays_where_it_is(
     assert store.reader.load(nodes[0], ROOT) is not None
 
 
-def test_the_index_is_not_closed_under_a_reader(
+def test_index_stays_open_while_a_prefetch_reads(
     stored: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, nodes = stored
-    may_go_on = threading.Event()
-    read, begun = store.reader.read, []
+    may_read = threading.Event()
+    read, started = store.reader.read, []
 
     def slowly(block: Block, *args: Any) -> Any:
-        begun.append(block)
-        may_go_on.wait(60)
+        started.append(block)
+        may_read.wait(60)
         return read(block, *args)
 
     monkeypatch.setattr(store.reader, "read", slowly)
-    ahead = store.reader.prefetch([(node, BLOCK_BYTES) for node in nodes], ROOT)
-    wait_until(lambda: len(begun) > 0, "reading")
+    prefetch = store.reader.prefetch([(node, BLOCK_BYTES) for node in nodes], ROOT)
+    wait_until(lambda: len(started) > 0, "reading")
     store.close(0.1)
     assert store.index.totals().n_blocks == len(nodes)
-    may_go_on.set()
-    wait_until(lambda: ahead.finished, "the end of reading")
-    assert begun == nodes[:1]
+    may_read.set()
+    wait_until(lambda: prefetch.finished, "the end of reading")
+    assert started == nodes[:1]
     store.close()
     with pytest.raises(sqlite3.OperationalError, match="closed"):
         store.index.totals()

@@ -1,4 +1,4 @@
-"""Recovery from a removed folder, half a rebuild, or files without an index."""
+"""Recovery from a removed folder, an interrupted rebuild, or files without an index."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ from .conftest import (
 KILLED = 9
 
 
-def names(folder: Path) -> set[str]:
+def block_files(folder: Path) -> set[str]:
     return {path.name for path in (folder / "blocks").glob("*/*")}
 
 
-def part_names(folder: Path) -> set[str]:
+def checkpoint_files(folder: Path) -> set[str]:
     return {path.name for path in (folder / "checkpoints").glob("*/*")}
 
 
-def test_a_folder_removed_under_an_open_store_is_made_anew(store: BlockStore) -> None:
+def test_removed_folder_of_an_open_store_is_created_again(store: BlockStore) -> None:
     save_turn(store, chain([1], [2]), "s")
     shutil.rmtree(store.folder)
-    again = chain([3], [4])
-    save_turn(store, again, "t")
+    new_nodes = chain([3], [4])
+    save_turn(store, new_nodes, "t")
     assert not store._failures
-    assert [x.leaf for x in store.index.sessions() if x.name == "t"] == [again[-1].key]
-    assert names(store.folder) == {f"{node.key.hex()}.safetensors" for node in again}
+    assert [x.leaf for x in store.index.sessions() if x.name == "t"] == [new_nodes[-1].key]
+    assert block_files(store.folder) == {f"{node.key.hex()}.safetensors" for node in new_nodes}
 
 
-def test_no_store_is_made_where_a_volume_was_mounted(
+def test_no_store_is_created_while_its_volume_is_unmounted(
     tmp_path: Path, limits: StoreLimits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     volume, away, mounted = tmp_path.resolve() / "volume", tmp_path / "away", [True]
@@ -76,10 +76,10 @@ def test_no_store_is_made_where_a_volume_was_mounted(
         assert store.turns_saved == 2 and store.index.totals().n_blocks == 2
 
 
-def test_a_rebuild_that_is_killed_loses_nothing(store: BlockStore) -> None:
+def test_killed_rebuild_loses_no_blocks_or_sessions(store: BlockStore) -> None:
     save_turn(store, chain([1], [2], [3]), "s")
     store.close()
-    before = names(store.folder)
+    before = block_files(store.folder)
     (store.folder / "index.sqlite").unlink()
     program = f"""
 import os
@@ -101,10 +101,10 @@ DiskStore(Path({str(store.folder)!r}), StoreLimits(0, 1 << 20))
     assert disk.sweep() == 0 and disk.index.totals().n_blocks == 3
     assert [session.name for session in disk.index.sessions()] == ["s"]
     disk.close()
-    assert names(store.folder) == before
+    assert block_files(store.folder) == before
 
 
-def test_an_emptied_index_is_not_taken_at_its_word(store: BlockStore) -> None:
+def test_truncated_index_is_rebuilt_from_the_files(store: BlockStore) -> None:
     save_turn(store, chain([1], [2]), "s")
     store.close()
     os.truncate(store.folder / "index.sqlite", 0)
@@ -113,21 +113,21 @@ def test_an_emptied_index_is_not_taken_at_its_word(store: BlockStore) -> None:
     disk.close()
 
 
-def test_a_log_without_its_index_is_not_read_into_the_new_one(store: BlockStore) -> None:
+def test_old_log_is_not_read_into_a_rebuilt_index(store: BlockStore) -> None:
     save_turn(store, chain([1], [2]), "s")
     log = store.folder / "index.sqlite-wal"
-    left_behind = log.read_bytes()
-    assert left_behind
+    old_log = log.read_bytes()
+    assert old_log
     save_turn(store, chain([1], [2], [3]), "s")
     store.close()
     (store.folder / "index.sqlite").unlink()
-    log.write_bytes(left_behind)
+    log.write_bytes(old_log)
     disk = DiskStore(store.folder, store.limits)
     assert disk.index.totals().n_blocks == 3 and disk.sweep() == 0
     disk.close()
 
 
-def test_an_index_rebuilt_under_an_open_store(store: BlockStore) -> None:
+def test_open_store_saves_turns_after_its_index_is_rebuilt(store: BlockStore) -> None:
     save_turn(store, chain([1], [2]), "s")
     for index_is_there in (True, False):
         if not index_is_there:
@@ -135,7 +135,7 @@ def test_an_index_rebuilt_under_an_open_store(store: BlockStore) -> None:
         before = store.index.path.stat().st_ino if index_is_there else None
         with StoreLock(store.folder / "lock").held():
             assert rebuild_index(OwnFiles(store.folder)) == store.index.totals().n_blocks
-        if index_is_there:  # replaced within: other servers have the file open
+        if index_is_there:  # rewritten in place: other servers have the file open
             assert store.index.path.stat().st_ino == before
         longer = chain([1], [2], [3 + index_is_there])
         save_turn(store, longer, "s")
@@ -147,7 +147,7 @@ def test_an_index_rebuilt_under_an_open_store(store: BlockStore) -> None:
     disk.close()
 
 
-def test_a_session_that_keeps_a_replaced_block_outlives_the_index(store: BlockStore) -> None:
+def test_rebuild_restores_a_session_that_ends_in_a_replaced_block(store: BlockStore) -> None:
     head, tail = chain([1], [2, 3])
     save_turn(store, [head, tail], "s")
     save_turn(store, [head, tail], "other")
@@ -161,8 +161,8 @@ def test_a_session_that_keeps_a_replaced_block_outlives_the_index(store: BlockSt
     disk.close()
 
 
-def test_a_folder_removed_while_another_thread_reads(store: BlockStore) -> None:
-    """The reader's connection must not be closed under it: that ends the process."""
+def test_folder_can_be_removed_while_another_thread_reads(store: BlockStore) -> None:
+    """If the reader's connection were closed during a read, the process would crash."""
     save_turn(store, chain([1], [2]), "s")
     stop = threading.Event()
     n_reads = 0
@@ -192,8 +192,8 @@ def test_a_folder_removed_while_another_thread_reads(store: BlockStore) -> None:
 # Checkpoints.
 
 
-def test_a_torn_announcement_counts_nothing_until_a_sweep_removes_it(store: BlockStore) -> None:
-    """After a power failure a file may hold zeros."""
+def test_torn_announcement_counts_no_bytes_and_is_swept(store: BlockStore) -> None:
+    """After a power failure a file may contain zeros."""
     store.drain()
     before = store.disk.used_bytes()
     torn = store.folder / "writing" / "1a2b3c4d.lock"
@@ -204,7 +204,7 @@ def test_a_torn_announcement_counts_nothing_until_a_sweep_removes_it(store: Bloc
     assert store.turns_saved == 1 and store.disk.sweep() == 1 and not torn.exists()
 
 
-def test_a_sweep_brings_checkpoints_in_line(store: BlockStore) -> None:
+def test_sweep_removes_files_and_rows_of_incomplete_checkpoints(store: BlockStore) -> None:
     nodes = chain([1], [2], [3])
     kept, lost, stray = state(nodes[0]), window(nodes[1]), state(nodes[2])
     save_turn(store, nodes, "s", [kept, lost, stray])
@@ -221,16 +221,16 @@ def test_a_sweep_brings_checkpoints_in_line(store: BlockStore) -> None:
     with closing(sqlite3.connect(store.folder / "index.sqlite")) as db, db:
         db.execute("DELETE FROM blocks WHERE key = ?", (nodes[2].key,))
     disk = DiskStore(store.folder, store.limits)
-    # Without a row: a file, a block's file. Without a file: a row. Without its
-    # block: a checkpoint.
+    # A checkpoint's file without a row, a block's file without a row, a row without a file, and
+    # a checkpoint without its block.
     assert disk.sweep() == 4
     assert disk.index.keys("checkpoints") == {kept.key}
-    assert part_names(store.folder) == {path.name}
+    assert checkpoint_files(store.folder) == {path.name}
     assert disk.sweep() == 0
     disk.close()
 
 
-def test_checkpoints_outlive_the_index(store: BlockStore) -> None:
+def test_rebuild_restores_the_rows_of_checkpoints(store: BlockStore) -> None:
     nodes = chain([1], [2])
     checkpoints = [window(nodes[0]), state(nodes[1])]
     save_turn(store, nodes, "s", checkpoints)
@@ -256,7 +256,7 @@ def test_checkpoints_outlive_the_index(store: BlockStore) -> None:
     disk = DiskStore(store.folder, store.limits)
     assert sorted(disk_rows(store.folder)) == before
     assert disk.sweep() == 3
-    assert part_names(store.folder) == {
+    assert checkpoint_files(store.folder) == {
         f"{checkpoint.key.hex()}.safetensors" for checkpoint in checkpoints
     }
     disk.close()
@@ -267,7 +267,7 @@ def disk_rows(folder: Path) -> list[tuple[bytes, bytes, str, int, int]]:
         return db.execute("SELECT key, block, kind, n_tokens, n_bytes FROM checkpoints").fetchall()
 
 
-def test_a_rebuild_keeps_when_checkpoints_were_used(store: BlockStore) -> None:
+def test_rebuild_keeps_the_times_of_use_of_checkpoints(store: BlockStore) -> None:
     (node,) = chain([1])
     save_turn(store, [node], "s", [state(node)])
     with closing(sqlite3.connect(store.folder / "index.sqlite")) as db, db:
@@ -281,7 +281,7 @@ def test_a_rebuild_keeps_when_checkpoints_were_used(store: BlockStore) -> None:
 
 
 @pytest.mark.parametrize("version", [0, 1, INDEX_FORMAT - 1, INDEX_FORMAT + 1, 1 << 30, -1])
-def test_a_format_that_is_not_what_it_was_heals(store: BlockStore, version: int) -> None:
+def test_damaged_format_number_is_repaired(store: BlockStore, version: int) -> None:
     """A flipped bit of the version must not make the store unusable."""
     save_turn(store, chain([1], [2]), "s")
     store.close()
@@ -296,23 +296,23 @@ def test_a_format_that_is_not_what_it_was_heals(store: BlockStore, version: int)
 @pytest.mark.parametrize(
     ("version", "age"), [(1, "older"), (INDEX_FORMAT - 1, "older"), (INDEX_FORMAT + 1, "newer")]
 )
-def test_a_store_of_another_version_is_refused_in_one_line(
+def test_store_of_another_format_is_refused_with_a_one_line_message(
     store: BlockStore, version: int, age: str
 ) -> None:
     save_turn(store, chain([1], [2]), "s")
     store.close()
     set_format(store.folder, version, version)
     before = {path: path.read_bytes() for path in store.folder.rglob("*") if path.is_file()}
-    with pytest.raises(StoreFormatError) as told:
+    with pytest.raises(StoreFormatError) as error:
         DiskStore(store.folder, store.limits)
-    said = str(told.value)
-    assert f"{store.folder} is {age}" in said
-    assert "--kvpersist-dir" in said and "\n" not in said
+    message = str(error.value)
+    assert f"{store.folder} is {age}" in message
+    assert "--kvpersist-dir" in message and "\n" not in message
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_a_store_of_another_version_under_an_open_store_stays_as_it_is(store: BlockStore) -> None:
-    """Somebody removes the folder, and a newer version makes it again while a server runs."""
+def test_open_store_does_not_change_an_index_of_a_newer_format(store: BlockStore) -> None:
+    """While a server runs, a newer version may replace the store in its folder."""
     save_turn(store, chain([1], [2]), "s")
     store.index.database.empty_log()
     newer = store.index.path.read_bytes()
@@ -336,10 +336,10 @@ def set_format(folder: Path, version: int, made_for: int) -> None:
         db.execute(f"PRAGMA application_id = {APPLICATION_ID + made_for}")
 
 
-def test_a_rebuild_that_breaks_off_leaves_the_rows_as_they_were(
+def test_failed_rebuild_leaves_the_rows_unchanged(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other threads read the old rows until it ends."""
+    """Other threads read the old rows until the rebuild ends."""
     save_turn(store, chain([1], [2]), "a name")
     before, add, seen = store.index.keys(), Index.add_blocks, list[set[bytes]]()
     sessions = store.index.sessions()

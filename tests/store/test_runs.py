@@ -1,4 +1,4 @@
-"""The ids after earlier runs: the same as a search from the end finds."""
+"""The ids after an earlier run, compared with a plain search from the end."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mlx_lm_kvpersist.image_ids import GOES_ON
 from mlx_lm_kvpersist.store.runs import N_LAST, Runs
 
 
-def followed(ids: Sequence[int], run: Sequence[int], n: int) -> list[int]:
-    """Return what followed the last occurrence of a run before the end."""
+def ids_after(ids: Sequence[int], run: Sequence[int], n: int) -> list[int]:
+    """Return the ids after the last occurrence of a run before the end."""
     for end in range(len(ids) - 1, N_LAST - 1, -1):
         if list(ids[end - N_LAST : end]) == list(run[-N_LAST:]):
             return list(ids[end : end + n])
@@ -21,7 +21,7 @@ def followed(ids: Sequence[int], run: Sequence[int], n: int) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_last_occurrence_is_found(seed: int) -> None:
+def test_ids_after_the_last_occurrence_are_returned(seed: int) -> None:
     rng = random.Random(seed)
     ids = [rng.choice((0, 1, 2, 151_000)) for _ in range(rng.choice((6, 7, 90, 3000)))]
     runs, n_found = Runs(pack_ids(ids)), 0
@@ -31,30 +31,30 @@ def test_the_last_occurrence_is_found(seed: int) -> None:
         if len(run) < N_LAST:
             assert runs.after(run, 5) == []
             continue
-        expected = followed(ids, run, 5)
+        expected = ids_after(ids, run, 5)
         assert runs.after(run, 5) == expected
         n_found += bool(expected)
     assert n_found > 100 or len(ids) < 20
 
 
 @pytest.mark.parametrize("n", [0, 1, N_LAST - 1, N_LAST])
-def test_nothing_follows_in_what_is_short(n: int) -> None:
+def test_short_sequence_has_no_continuation(n: int) -> None:
     assert Runs(pack_ids([7] * n)).after([7] * N_LAST, 4) == []
 
 
-def test_runs_of_one_hash_are_told_apart() -> None:
+def test_runs_with_equal_hashes_are_distinguished() -> None:
     ids = [1, 2, 3, 4, 5, 6, 7, 8]
     runs = Runs(pack_ids(ids))
-    wanted = int(runs._hashes[list(runs._order).index(0)])
+    first_hash = int(runs._hashes[list(runs._order).index(0)])
     other = [9, 9, 9, 9, 9, 9]
     runs._hashes = runs._hashes.copy()
-    lying = Runs(pack_ids([*other, 1]))._hashes[0]
-    runs._hashes[list(runs._hashes).index(wanted)] = lying
+    forged_hash = Runs(pack_ids([*other, 1]))._hashes[0]
+    runs._hashes[list(runs._hashes).index(first_hash)] = forged_hash
     runs._hashes.sort()
     assert runs.after(other, 2) == []
 
 
-def test_an_image_ends_what_follows() -> None:
+def test_continuation_ends_before_an_image() -> None:
     image = [-(1 << 256) - 5, GOES_ON, GOES_ON]
     runs = Runs(pack_ids([1, 2, 3, 4, 5, 6, 7, *image, 1, 2, 3]))
     assert runs.after([1, 2, 3, 4, 5, 6], 5) == [7]

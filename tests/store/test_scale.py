@@ -1,4 +1,4 @@
-"""A step's cost must not grow with unrelated content. It is counted, not timed."""
+"""The cost of an operation must not grow with unrelated content. Steps are counted, not timed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .conftest import ROOT, chain, save_turn
 
 
 def steps(index: Index, act: Callable[[], object]) -> int:
-    """Return how many tens of instructions SQLite executes for an act of this thread."""
+    """Return the number of SQLite instructions, in tens, that `act` executes in this thread."""
     n_steps = 0
 
     def count() -> int:
@@ -50,17 +50,17 @@ def steps(index: Index, act: Callable[[], object]) -> int:
     return n_steps
 
 
-def filled(folder: Path, n_sessions: int) -> BlockStore:
+def store_with_sessions(folder: Path, n_sessions: int) -> BlockStore:
     store = BlockStore(folder, StoreLimits(1 << 30, 1 << 30))
     for n in range(n_sessions):
         save_turn(store, chain([1], [10 + n]), f"session {n}")
     return store
 
 
-def test_verifying_is_linear_in_sessions(tmp_path: Path) -> None:
+def test_cost_of_verifying_is_linear_in_sessions(tmp_path: Path) -> None:
     counts = []
     for n_sessions in (20, 80):
-        store = filled(tmp_path / str(n_sessions), n_sessions)
+        store = store_with_sessions(tmp_path / str(n_sessions), n_sessions)
 
         def verify(store: BlockStore = store) -> None:
             assert find_problems(store.folder, store.index) == []
@@ -70,36 +70,36 @@ def test_verifying_is_linear_in_sessions(tmp_path: Path) -> None:
     assert counts[1] < 6 * counts[0], counts
 
 
-def test_a_start_reads_as_much_of_a_large_index_as_of_a_small_one(
+def test_cost_of_opening_a_store_does_not_grow_with_the_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread that writes reads the rest, before it changes anything."""
+    """The writer thread reads the rest of the index before it changes the store."""
     n_read: Counter[threading.Thread] = Counter()
     connect = Database._connect
 
     def counted(database: Database) -> sqlite3.Connection:
         db = connect(database)
-        by = threading.current_thread()
-        db.set_progress_handler(lambda: n_read.update([by]), 10)
+        thread = threading.current_thread()
+        db.set_progress_handler(lambda: n_read.update([thread]), 10)
         return db
 
     monkeypatch.setattr(Database, "_connect", counted)
-    ours, theirs = [], []
+    at_start, by_writer = [], []
     for n_sessions in (20, 200):
-        store = filled(tmp_path / str(n_sessions), n_sessions)
+        store = store_with_sessions(tmp_path / str(n_sessions), n_sessions)
         limits = store.limits
         store.close()
         n_read.clear()
         store = BlockStore(store.folder, limits)
-        ours.append(n_read.pop(threading.current_thread()))
+        at_start.append(n_read.pop(threading.current_thread()))
         store.close()
-        theirs.append(sum(n_read.values()))
-    assert ours[0] == ours[1] > 0 and theirs[1] > 5 * theirs[0]
+        by_writer.append(sum(n_read.values()))
+    assert at_start[0] == at_start[1] > 0 and by_writer[1] > 5 * by_writer[0]
 
 
 @pytest.mark.parametrize("n_sessions", [2, 9])
 def test_a_rebuild_is_one_transaction(tmp_path: Path, n_sessions: int) -> None:
-    store = filled(tmp_path / "store", n_sessions)
+    store = store_with_sessions(tmp_path / "store", n_sessions)
     store.close()
     index = Index(tmp_path / "fresh.sqlite", OwnFiles(store.folder))
     statements: list[str] = []
@@ -121,15 +121,15 @@ TOKENS = TokenText({n: word.encode() for n, word in enumerate(WORDS)})
 
 
 def block(parent: Block | None, rng: random.Random) -> Block:
-    """Return a block of random tokens below another one, or below the root."""
+    """Return a block of random tokens below `parent`, or below the root."""
     packed = pack_ids([rng.randrange(len(WORDS)) for _ in range(N_BLOCK_TOKENS)])
     above = parent.key if parent else ROOT.key
     text = TOKENS.decode(unpack_ids(packed))
     return Block(block_key(above, packed), above, parent.stop if parent else 0, packed, text)
 
 
-class Many:
-    """An index with `n` conversations below one block, and a prompt that begins another."""
+class LargeIndex:
+    """An index with `n` conversations below one block, and the prompt of a new conversation."""
 
     def __init__(self, path: Path, n: int) -> None:
         rng = random.Random(3)
@@ -149,62 +149,62 @@ class Many:
 
 
 @pytest.fixture(scope="module")
-def many(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Many]]:
+def large_indexes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, LargeIndex]]:
     folder = tmp_path_factory.mktemp("many")
-    found = {n: Many(folder / f"{n}.sqlite", n) for n in (100, 4000)}
-    yield found
-    for one in found.values():
-        one.index.close()
+    indexes = {n: LargeIndex(folder / f"{n}.sqlite", n) for n in (100, 4000)}
+    yield indexes
+    for case in indexes.values():
+        case.index.close()
 
 
-def look_up_by_text(one: Many) -> None:
-    match = match_prompt(one.index, ROOT.key, TOKENS.decode(one.prompt), TOKENS)
+def look_up_by_text(case: LargeIndex) -> None:
+    match = match_prompt(case.index, ROOT.key, TOKENS.decode(case.prompt), TOKENS)
     assert match.n_tokens == N_BLOCK_TOKENS + 100 and not match.at_end
 
 
-def look_up_by_ids(one: Many) -> None:
-    match = match_prompt(one.index, ROOT.key, pack_ids(one.prompt))
+def look_up_by_ids(case: LargeIndex) -> None:
+    match = match_prompt(case.index, ROOT.key, pack_ids(case.prompt))
     assert match.n_tokens == N_BLOCK_TOKENS + 100 and not match.at_end
 
 
-def look_up_the_end(one: Many) -> None:
+def look_up_the_end(case: LargeIndex) -> None:
     """The whole block matches, and it has children."""
-    assert not match_prompt(one.index, ROOT.key, one.head.text, TOKENS).at_end
+    assert not match_prompt(case.index, ROOT.key, case.head.text, TOKENS).at_end
 
 
-def ask_whether_a_tail_is_replaced(one: Many) -> None:
-    assert one.new not in one.index.children(one.head.key, one.new.packed_ids)
+def ask_whether_a_tail_is_replaced(case: LargeIndex) -> None:
+    assert case.new not in case.index.children(case.head.key, case.new.packed_ids)
 
 
-def find_the_session_of_a_leaf(one: Many) -> None:
-    new = block(one.siblings[0], random.Random(7))
-    found = one.index.session_of(Commit(ROOT, (new,), Leaf("s", new.key, new.stop)))
-    assert found is not None and found.id == "0"
+def find_the_session_of_a_leaf(case: LargeIndex) -> None:
+    new = block(case.siblings[0], random.Random(7))
+    session = case.index.session_of(Commit(ROOT, (new,), Leaf("s", new.key, new.stop)))
+    assert session is not None and session.id == "0"
 
 
-def count_everything(one: Many) -> None:
-    one.index.totals()
-    assert [root for root, _ in one.index.roots(64)] == [ROOT, OTHER]
+def count_everything(case: LargeIndex) -> None:
+    case.index.totals()
+    assert [root for root, _ in case.index.roots(64)] == [ROOT, OTHER]
 
 
-def find_the_first_to_go(one: Many) -> None:
-    assert next(one.index.unused(ROOT.fingerprint))[-1] in {node.key for node in one.siblings}
+def find_the_first_to_evict(case: LargeIndex) -> None:
+    assert next(case.index.unused(ROOT.fingerprint))[-1] in {node.key for node in case.siblings}
 
 
-def find_the_first_of_a_model_to_go(one: Many) -> None:
-    """All other blocks would be evicted before it."""
-    ((*_, key),) = one.index.unused(OTHER.fingerprint)
-    assert key == one.other.key
+def find_the_first_of_a_model_to_evict(case: LargeIndex) -> None:
+    """All blocks of the other model would be evicted before this block."""
+    ((*_, key),) = case.index.unused(OTHER.fingerprint)
+    assert key == case.other.key
 
 
-def add_one_and_remove_it(one: Many) -> None:
-    before = one.index.totals()
-    one.index.add_blocks(ROOT, [(one.new, 5)])
-    assert one.index.totals() == replace(
+def add_a_block_and_remove_it(case: LargeIndex) -> None:
+    before = case.index.totals()
+    case.index.add_blocks(ROOT, [(case.new, 5)])
+    assert case.index.totals() == replace(
         before, n_blocks=before.n_blocks + 1, block_bytes=before.block_bytes + 5
     )
-    one.index.forget(one.new.key)
-    assert one.index.totals() == before
+    case.index.forget(case.new.key)
+    assert case.index.totals() == before
 
 
 @pytest.mark.parametrize(
@@ -216,22 +216,22 @@ def add_one_and_remove_it(one: Many) -> None:
         pytest.param(ask_whether_a_tail_is_replaced, id="tails"),
         pytest.param(find_the_session_of_a_leaf, id="session-at"),
         pytest.param(count_everything, id="totals"),
-        pytest.param(find_the_first_to_go, id="evict"),
-        pytest.param(find_the_first_of_a_model_to_go, id="evict-model"),
-        pytest.param(add_one_and_remove_it, id="save"),
+        pytest.param(find_the_first_to_evict, id="evict"),
+        pytest.param(find_the_first_of_a_model_to_evict, id="evict-model"),
+        pytest.param(add_a_block_and_remove_it, id="save"),
     ],
 )
-def test_what_it_costs_does_not_grow_with_the_store(
-    many: dict[int, Many], act: Callable[[Many], None]
+def test_cost_of_an_operation_does_not_grow_with_the_index(
+    large_indexes: dict[int, LargeIndex], act: Callable[[LargeIndex], None]
 ) -> None:
-    few, more = (steps(one.index, partial(act, one)) for one in many.values())
+    few, more = (steps(case.index, partial(act, case)) for case in large_indexes.values())
     assert more <= 1.5 * few + 10, (few, more)
 
 
 @settings(max_examples=40)
 @given(data=st.data())
-def test_the_pool_and_the_index_find_the_nearest(data: Any) -> None:
-    """In either order; omitted blocks have no more in common than returned blocks."""
+def test_pool_and_index_return_the_children_nearest_to_the_prompt(data: Any) -> None:
+    """No omitted child has more in common with the prompt than the returned children."""
     contents = data.draw(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=20))
     contents = [list(ids) for ids in {tuple(ids) for ids in contents}]
     ahead = data.draw(st.lists(st.integers(0, 3), max_size=8))
@@ -248,8 +248,8 @@ def test_the_pool_and_the_index_find_the_nearest(data: Any) -> None:
             (pack_ids(ahead), "packed_ids"),
         ):
             common = {node.key: common_prefix(getattr(node, name), wanted, 0) for node in nodes}
-            for found in (pool.children(ROOT.key, wanted), index.children(ROOT.key, wanted)):
-                keys = {node.key for node in found}
+            for children in (pool.children(ROOT.key, wanted), index.children(ROOT.key, wanted)):
+                keys = {node.key for node in children}
                 whole = {n.key for n in nodes if wanted.startswith(getattr(n, name))}
                 assert whole <= keys
                 assert max(common[key] for key in keys) == max(common.values())
@@ -260,7 +260,7 @@ def test_the_pool_and_the_index_find_the_nearest(data: Any) -> None:
 
 
 @pytest.mark.parametrize("n", [5_000, pytest.param(20_000, marks=pytest.mark.slow)])
-def test_thousands_of_blocks_in_ram_are_not_all_looked_at(n: int) -> None:
+def test_lookup_in_ram_reads_few_of_thousands_of_siblings(n: int) -> None:
     rng = random.Random(5)
     pool = BlockPool(1 << 40)
     head = block(None, rng)
@@ -269,15 +269,15 @@ def test_thousands_of_blocks_in_ram_are_not_all_looked_at(n: int) -> None:
         pool.put(KVBlock(node, None, 1))
     new = [*nodes[77].ids[:100], *block(head, rng).ids]
     for ahead in (TOKENS.decode(new), pack_ids(new)):
-        found = pool.children(head.key, ahead)
-        assert nodes[77] in found and len(found) < 100
+        children = pool.children(head.key, ahead)
+        assert nodes[77] in children and len(children) < 100
     match = match_prompt(pool, ROOT.key, pack_ids([*head.ids, *new]))
     assert match.n_tokens == N_BLOCK_TOKENS + 100
     assert len(pool.children(head.key, limit=2)) == 2
 
 
 class Key(bytes):
-    """Counts how often keys are compared."""
+    """A key that counts comparisons of keys."""
 
     n_compared = 0
 
@@ -296,8 +296,8 @@ class Key(bytes):
 
 
 @pytest.mark.parametrize("text", ["alike", None])
-def test_evicting_one_of_many_does_not_look_at_its_siblings(text: str | None) -> None:
-    """Without stored text they all look alike."""
+def test_cost_of_evicting_does_not_grow_with_the_siblings(text: str | None) -> None:
+    """The siblings have equal texts, or different texts."""
     counts = []
     for n in (100, 4000):
         pool, rng = BlockPool(1 << 40), random.Random(7)
@@ -311,10 +311,10 @@ def test_evicting_one_of_many_does_not_look_at_its_siblings(text: str | None) ->
     assert counts[1] < 3 * counts[0] + 100, counts
 
 
-# Isolated sessions: each has a root of its own.
+# Isolated sessions: each session has its own root.
 
 
-def isolated(folder: Path, n: int) -> Index:
+def isolated_sessions(folder: Path, n: int) -> Index:
     OwnFiles(folder).take_into_use(StoreLock(folder / "lock"))
     index = Index(folder / "index.sqlite")
     with index.database.transaction():
@@ -334,7 +334,7 @@ def test_removing_a_session_reads_no_root_of_another_session(
     counts = []
     from_json = Root.from_json
     for n in (20, 200):
-        isolated(tmp_path / str(n), n).close()
+        isolated_sessions(tmp_path / str(n), n).close()
         disk = DiskStore(tmp_path / str(n), StoreLimits(0, 1 << 40))
         n_read = Counter[str]()
 
@@ -350,11 +350,11 @@ def test_removing_a_session_reads_no_root_of_another_session(
     assert counts[1] <= counts[0] + 10, counts
 
 
-def test_removing_all_sessions_flushes_the_log_once(
+def test_removing_all_sessions_flushes_the_log_a_few_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each flush waits for the device, and the store's lock is held for all of them."""
-    isolated(tmp_path / "store", 30).close()
+    """Each flush waits for the device, while this process has the store's lock."""
+    isolated_sessions(tmp_path / "store", 30).close()
     n_emptied: Counter[str] = Counter()
     empty_log = Database.empty_log
 
@@ -363,56 +363,57 @@ def test_removing_all_sessions_flushes_the_log_once(
         return empty_log(database)
 
     monkeypatch.setattr(Database, "empty_log", counted)
-    at = ["--kvpersist-dir", str(tmp_path / "store")]
-    assert cli.main(["sessions", "rm", *at, "--all", "--yes"]) == 0
+    options = ["--kvpersist-dir", str(tmp_path / "store")]
+    assert cli.main(["sessions", "rm", *options, "--all", "--yes"]) == 0
     assert n_emptied["log"] <= 3
 
 
-class Compared(bytes):
+class CountedRoot(bytes):
     n_compared = 0
 
     def __eq__(self, other: object) -> bool:
-        Compared.n_compared += 1
+        CountedRoot.n_compared += 1
         return bytes.__eq__(self, other)
 
     __hash__ = bytes.__hash__
 
 
-def test_statistics_of_isolated_sessions_are_linear(
+def test_cost_of_statistics_is_linear_in_isolated_sessions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """20,000 isolated sessions took half a minute of CPU time."""
+    """With a quadratic cost, 20,000 isolated sessions took half a minute of CPU time."""
     sessions, counts = Index.sessions, []
 
     def compared(index: Index, *page: int) -> list[Session]:
-        return [replace(each, root=Compared(each.root)) for each in sessions(index, *page)]
+        return [replace(each, root=CountedRoot(each.root)) for each in sessions(index, *page)]
 
     monkeypatch.setattr(Index, "sessions", compared)
     for n in (20, 200):
-        isolated(tmp_path / str(n), n).close()
-        Compared.n_compared = 0
+        isolated_sessions(tmp_path / str(n), n).close()
+        CountedRoot.n_compared = 0
         assert cli.main(["store", "stats", "--kvpersist-dir", str(tmp_path / str(n))]) == 0
-        counts.append(Compared.n_compared)
+        counts.append(CountedRoot.n_compared)
     assert counts[1] <= 20 * max(counts[0], 1), counts
 
 
-def find_the_session_of_an_import(one: Many) -> None:
-    leaf = Leaf("s", one.new.key, one.new.stop)
-    assert _session_through(one.index, ROOT, leaf) is None
+def find_the_session_of_an_import(case: LargeIndex) -> None:
+    leaf = Leaf("s", case.new.key, case.new.stop)
+    assert _session_through(case.index, ROOT, leaf) is None
 
 
-def test_an_import_reads_no_chain_of_another_session(many: dict[int, Many]) -> None:
-    """The store's lock is held, and the search is repeated for each plan."""
+def test_an_import_reads_no_chain_of_another_session(large_indexes: dict[int, LargeIndex]) -> None:
+    """The search needs the store's lock, and is repeated for each plan."""
     few, more = (
-        steps(one.index, partial(find_the_session_of_an_import, one)) for one in many.values()
+        steps(case.index, partial(find_the_session_of_an_import, case))
+        for case in large_indexes.values()
     )
     assert more <= 1.5 * few + 10, (few, more)
 
 
-def test_a_list_with_a_limit_describes_only_what_it_lists(
+def test_list_with_a_limit_describes_only_the_listed_sessions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    isolated(tmp_path / "store", 30).close()
+    isolated_sessions(tmp_path / "store", 30).close()
     outline, n_asked = Index.outline, Counter[str]()
 
     def counted(index: Index, leaves: Any) -> Any:
@@ -420,6 +421,6 @@ def test_a_list_with_a_limit_describes_only_what_it_lists(
         return outline(index, leaves)
 
     monkeypatch.setattr(Index, "outline", counted)
-    at = ["--kvpersist-dir", str(tmp_path / "store")]
-    assert cli.main(["sessions", "list", *at, "--limit", "2"]) == 0
+    options = ["--kvpersist-dir", str(tmp_path / "store")]
+    assert cli.main(["sessions", "list", *options, "--limit", "2"]) == 0
     assert n_asked["outline"] <= 2

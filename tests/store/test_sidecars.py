@@ -1,4 +1,4 @@
-"""The files of sessions with a name or a pin: counted in the budget, without a look at each."""
+"""The files of sessions with a name or a pin: the budget counts them without reading each."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from .conftest import ROOT, arrays_of, chain, save_turn
 
 
 def store_bytes(folder: Path) -> int:
-    """Return the size of all files that count: all but the lock and the marker."""
+    """Return the size of all files except the lock and the marker."""
     paths = [path for path in folder.rglob("*") if path.is_file()]
     counted = [path for path in paths if path.name not in ("lock", "kvpersist-store")]
     return sum(path.stat().st_size for path in counted)
 
 
-def test_what_they_take_is_known_without_looking(store: BlockStore) -> None:
+def test_used_bytes_include_the_sidecars_of_sessions(store: BlockStore) -> None:
     disk = store.disk
 
     def check() -> None:
@@ -42,7 +42,7 @@ def test_what_they_take_is_known_without_looking(store: BlockStore) -> None:
     save_turn(store, chain([1], [2, 3]), "a name")
     save_turn(store, chain([1], [9]))
     check()
-    (unnamed,) = (one for one in disk.index.sessions() if one.name is None)
+    (unnamed,) = (session for session in disk.index.sessions() if session.name is None)
     assert disk.index.totals().sidecar_bytes > 0
     before = disk.index.totals().sidecar_bytes
     pinned = disk.set_pinned(unnamed, True)
@@ -77,7 +77,7 @@ def test_what_they_take_is_known_without_looking(store: BlockStore) -> None:
     ],
     ids=str,
 )
-def test_a_damaged_one_is_left_out_of_a_rebuild(
+def test_rebuild_leaves_out_a_session_with_a_damaged_sidecar(
     store: BlockStore, change: dict[str, object] | None
 ) -> None:
     save_turn(store, chain([1], [2]), "damaged")
@@ -96,10 +96,10 @@ def test_a_damaged_one_is_left_out_of_a_rebuild(
 def counted_file_operations() -> Iterator[Counter[str]]:
     """Count this thread's calls to the file system."""
     counted: Counter[str] = Counter()
-    asks = {"stat", "lstat", "scandir", "listdir", "open", "unlink", "replace", "mkdir"}
+    operations = {"stat", "lstat", "scandir", "listdir", "open", "unlink", "replace", "mkdir"}
 
     def see(frame: FrameType, event: str, called: Any) -> None:
-        if event == "c_call" and called.__name__ in asks:
+        if event == "c_call" and called.__name__ in operations:
             counted[called.__name__] += 1
 
     sys.setprofile(see)
@@ -109,10 +109,10 @@ def counted_file_operations() -> Iterator[Counter[str]]:
         sys.setprofile(None)
 
 
-def test_a_save_asks_no_more_of_the_disk_beside_many_named_sessions(
+def test_file_operations_of_a_save_do_not_grow_with_named_sessions(
     tmp_path: Path, limits: StoreLimits
 ) -> None:
-    asked = []
+    n_operations = []
     with closing(DiskStore(tmp_path / "store", limits)) as disk:
         for turn, n_sessions in enumerate((0, 10, 1_000)):
             with disk.index.database.transaction():
@@ -132,5 +132,5 @@ def test_a_save_asks_no_more_of_the_disk_beside_many_named_sessions(
             with counted_file_operations() as counted:
                 (saved,) = Saving(disk, file_of).save([commit])
             assert isinstance(saved, Saved)
-            asked.append(sum(counted.values()))
-    assert asked[0] > 5 and asked[2] == asked[1], asked
+            n_operations.append(sum(counted.values()))
+    assert n_operations[0] > 5 and n_operations[2] == n_operations[1], n_operations

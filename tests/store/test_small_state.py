@@ -1,4 +1,4 @@
-"""Small state in the index: it outlives the process, a rebuild, and other processes' changes."""
+"""The index's small state survives a restart, a rebuild, and changes by other processes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def folder(store: BlockStore) -> Path:
 
 
 def small_state(folder: Path) -> tuple[dict[str, str], float]:
-    """Return the note of the session of a store, and the tokens that were reused."""
+    """Return the note of a store's session, and the number of reused tokens."""
     with closing(DiskStore(folder, StoreLimits(0, 1 << 30))) as disk:
         notes = [disk.index.state.note(session.id) for session in disk.index.sessions()]
         return (notes or [{}])[0], disk.index.state.saved()["tokens"]
@@ -52,8 +52,8 @@ STATE = {"title": "ä", "client": "c"}, 12
 NOTHING: tuple[dict[str, str], float] = {}, 0
 
 
-def test_a_schema_that_is_no_text_costs_the_state_only(folder: Path) -> None:
-    """SQLite's own message quotes it, so reading the rest fails with another error."""
+def test_undecodable_schema_loses_only_the_small_state(folder: Path) -> None:
+    """SQLite's message quotes the schema, so the failure has another exception than usual."""
     with closing(sqlite3.connect(folder / "index.sqlite")) as db:
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     content = (folder / "index.sqlite").read_bytes()
@@ -65,7 +65,7 @@ def test_a_schema_that_is_no_text_costs_the_state_only(folder: Path) -> None:
         assert disk.index.ask("SELECT count(*) FROM blocks") == [(2,)]
 
 
-def test_values_are_found_by_their_keys_after_a_restart(folder: Path) -> None:
+def test_state_survives_a_restart_but_changed_values_are_refused(folder: Path) -> None:
     assert small_state(folder) == STATE
     assert not list(folder.glob("*.json"))
     with closing(sqlite3.connect(folder / "index.sqlite")) as db, db:
@@ -77,7 +77,7 @@ def test_values_are_found_by_their_keys_after_a_restart(folder: Path) -> None:
         assert disk.index.state.note("0") == {}
 
 
-def test_two_processes_lose_none_of_each_others_notes(folder: Path) -> None:
+def test_concurrent_processes_keep_each_others_notes(folder: Path) -> None:
     command = [sys.executable, "-c", ADD_100_NOTES, str(folder / "index.sqlite")]
     writers = [subprocess.Popen([*command, name]) for name in ("one", "two")]
     assert [writer.wait(120) for writer in writers] == [0, 0]
@@ -87,17 +87,17 @@ def test_two_processes_lose_none_of_each_others_notes(folder: Path) -> None:
             assert notes == [{"title": f"{n}"} for n in range(100)]
 
 
-def _lose_a_table(path: Path) -> None:
+def _drop_a_table(path: Path) -> None:
     with closing(sqlite3.connect(path)) as db:
         db.execute("DROP TABLE blocks")
 
 
-def _spoil_a_row(path: Path) -> None:
+def _damage_a_row(path: Path) -> None:
     with closing(sqlite3.connect(path)) as db, db:
         db.execute("UPDATE blocks SET n_bytes = 'big'")
 
 
-@pytest.mark.parametrize("damage", [_lose_a_table, _spoil_a_row], ids=["unreadable", "readable"])
+@pytest.mark.parametrize("damage", [_drop_a_table, _damage_a_row], ids=["unreadable", "readable"])
 def test_a_rebuild_keeps_the_small_state(folder: Path, damage: Callable[[Path], None]) -> None:
     damage(folder / "index.sqlite")
     with closing(DiskStore(folder, StoreLimits(0, 1 << 30))) as disk:
@@ -106,14 +106,14 @@ def test_a_rebuild_keeps_the_small_state(folder: Path, damage: Callable[[Path], 
     assert small_state(folder) == STATE
 
 
-def test_no_note_of_a_session_outlives_it(store: BlockStore) -> None:
+def test_note_is_removed_with_its_session(store: BlockStore) -> None:
     """A session without a name or a pin is lost when a damaged index is rebuilt."""
     for number, name in enumerate(["kept", None]):
         save_turn(store, chain([number]), name, note={"words": "what its user said first"})
     store.index.state.add_request({**RECORD, "saved_s": None})
     (kept,) = store.index.sessions_named("kept")
     store.close()
-    _lose_a_table(store.folder / "index.sqlite")
+    _drop_a_table(store.folder / "index.sqlite")
     with closing(DiskStore(store.folder, store.limits)) as disk:
         assert disk.index.sessions() == [kept]
         disk.sweep()
@@ -123,15 +123,15 @@ def test_no_note_of_a_session_outlives_it(store: BlockStore) -> None:
         assert disk.index.state.saved()["tokens"] == 12
 
 
-@pytest.mark.parametrize("left", [b"", b"no database " * 1000])
-def test_an_index_that_says_nothing_has_no_small_state(folder: Path, left: bytes) -> None:
+@pytest.mark.parametrize("content", [b"", b"no database " * 1000])
+def test_empty_or_invalid_index_has_no_small_state(folder: Path, content: bytes) -> None:
     for suffix in ("-wal", "-shm"):
         Path(f"{folder / 'index.sqlite'}{suffix}").unlink(missing_ok=True)
-    (folder / "index.sqlite").write_bytes(left)
+    (folder / "index.sqlite").write_bytes(content)
     assert small_state(folder) == NOTHING
 
 
-# The limit of writes in an hour.
+# The bytes written in the last hour.
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def written(store: BlockStore, *numbers: int) -> list[bool]:
-    """Save a conversation of one block for each number; say which were written."""
+    """Save a conversation of one block for each number; return which blocks are in the index."""
     for number in numbers:
         save_turn(store, chain([number]))
     return [chain([number])[0].key in store.index for number in numbers]
@@ -153,7 +153,7 @@ def n_block_bytes(store: BlockStore) -> int:
     return sum(path.stat().st_size for path in store.folder.glob("blocks/*/*"))
 
 
-def test_two_servers_count_what_they_write_together(
+def test_servers_of_one_folder_add_up_their_written_bytes(
     tmp_path: Path, limits: StoreLimits, clock: list[float]
 ) -> None:
     with (
@@ -165,9 +165,7 @@ def test_two_servers_count_what_they_write_together(
         assert hours[0] == hours[1] >= n_block_bytes(first)
 
 
-def test_no_minute_is_remembered_for_longer_than_an_hour(
-    store: BlockStore, clock: list[float]
-) -> None:
+def test_write_counts_older_than_an_hour_are_deleted(store: BlockStore, clock: list[float]) -> None:
     for _ in range(200):
         clock[0] += 60
         store.index.state.count_write(1)

@@ -28,7 +28,7 @@ def reopened(store: BlockStore) -> BlockStore:
     return BlockStore(store.folder, store.limits)
 
 
-def test_blocks_outlive_the_process(store: BlockStore) -> None:
+def test_blocks_are_read_after_the_store_is_reopened(store: BlockStore) -> None:
     nodes = chain([1, 2], [3])
     content = save_turn(store, nodes, name="s")
     again = reopened(store)
@@ -54,7 +54,7 @@ def test_unwritten_blocks_are_found_in_ram(store: BlockStore) -> None:
     assert node.key in store and node.key not in store.index
 
 
-def test_a_turn_writes_only_what_is_new(store: BlockStore) -> None:
+def test_turn_writes_only_new_blocks(store: BlockStore) -> None:
     first = chain([1], [2])
     save_turn(store, first, "s")
     stamps = {node.key: block_path(store.folder, node.key).stat().st_mtime_ns for node in first}
@@ -64,32 +64,36 @@ def test_a_turn_writes_only_what_is_new(store: BlockStore) -> None:
         assert block_path(store.folder, key).stat().st_mtime_ns == stamp
 
 
-def test_what_was_written_is_told_by_turn_and_by_hour(tmp_path: Path, limits: StoreLimits) -> None:
-    """A turn counts once, however often it is saved; the hour continues after a restart."""
+def test_stats_report_bytes_written_per_turn_and_per_hour(
+    tmp_path: Path, limits: StoreLimits
+) -> None:
+    """A turn that is saved twice counts once. The last hour's bytes are kept over a restart."""
     nodes = chain([1], [2], [3])
     with closing(BlockStore(tmp_path / "store", limits)) as store:
         assert store.stats()["written_turn_bytes"] is None
-        store.commit(Commit(ROOT, tuple(nodes[:2])), [(one, arrays_of(one)) for one in nodes[:2]])
+        store.commit(
+            Commit(ROOT, tuple(nodes[:2])), [(node, arrays_of(node)) for node in nodes[:2]]
+        )
         store.drain()
         save_turn(store, nodes)
         save_turn(store, chain([4]))
-        found = store.stats()
+        stats = store.stats()
     n_written = sum(path.stat().st_size for path in (tmp_path / "store/blocks").glob("*/*"))
-    assert found["tiers"]["disk"]["written_bytes"] == n_written
-    assert (found["turns_saved"], found["written_turn_bytes"]) == (2, n_written // 2)
-    assert n_written <= found["written_last_hour_bytes"] < 1.1 * n_written
+    assert stats["tiers"]["disk"]["written_bytes"] == n_written
+    assert (stats["turns_saved"], stats["written_turn_bytes"]) == (2, n_written // 2)
+    assert n_written <= stats["written_last_hour_bytes"] < 1.1 * n_written
     with closing(BlockStore(tmp_path / "store", limits)) as again:
         after = again.stats()
-    assert after["written_last_hour_bytes"] == found["written_last_hour_bytes"]
+    assert after["written_last_hour_bytes"] == stats["written_last_hour_bytes"]
     assert after["written_turn_bytes"] is None
 
 
-def test_a_session_moves_with_its_conversation(store: BlockStore) -> None:
+def test_session_ends_at_the_leaf_of_its_last_turn(store: BlockStore) -> None:
     save_turn(store, chain([1], [2]), "s")
     longer = chain([1], [2], [3])
     save_turn(store, longer, "s")
     assert [x.leaf for x in store.index.sessions() if x.name == "s"] == [longer[-1].key]
-    # A branch is a second leaf; the first stays.
+    # A branch adds a second session; the first session stays.
     branch = chain([1], [9])
     save_turn(store, branch, "s")
     assert set([x.leaf for x in store.index.sessions() if x.name == "s"]) == {
@@ -98,7 +102,7 @@ def test_a_session_moves_with_its_conversation(store: BlockStore) -> None:
     }
 
 
-def test_a_tail_gives_way_to_the_block_that_contains_it(store: BlockStore) -> None:
+def test_longer_block_replaces_the_tail_that_it_contains(store: BlockStore) -> None:
     head, tail = chain([1], [2, 3])
     save_turn(store, [head, tail], "s")
     longer = chain([1], [2, 3, 4])
@@ -109,10 +113,10 @@ def test_a_tail_gives_way_to_the_block_that_contains_it(store: BlockStore) -> No
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-def test_a_tail_stays_for_another_session_that_ends_in_it(
+def test_replaced_tail_stays_while_another_session_ends_in_it(
     store: BlockStore, tmp_path: Path, pinned: bool
 ) -> None:
-    """Both turns wait together, and then the second session continues."""
+    """Both turns wait in the queue together; then the second session continues."""
     (short,), (longer,), (longest,) = chain([2, 3]), chain([2, 3, 4]), chain([2, 3, 4, 5])
     tails = short, longer, longest
     with writer_held(store):
@@ -138,7 +142,7 @@ def test_a_tail_stays_for_another_session_that_ends_in_it(
     assert [tail.key in store.index for tail in tails] == [False, True, False]
 
 
-def test_what_is_used_is_told_to_the_index_though_nothing_is_written(store: BlockStore) -> None:
+def test_touch_updates_the_times_of_use_in_the_index(store: BlockStore) -> None:
     (used,), (other,) = chain([1]), chain([2])
     save_turn(store, [used], "used", [state(used)])
     save_turn(store, [other], "other", [state(other)])
@@ -149,16 +153,16 @@ def test_what_is_used_is_told_to_the_index_though_nothing_is_written(store: Bloc
     assert checkpoints == [other.key, used.key]
 
 
-def test_least_recently_used_conversations_go_first(store: BlockStore) -> None:
+def test_least_recently_used_conversations_are_evicted_first(store: BlockStore) -> None:
     save_turn(store, chain([1], [2], [3]), "old")
     save_turn(store, chain([4], [5], [6]), "used")
     store.touch([chain([1], [2], [3])[-1].key])
     store.drain()
-    one_block = store.index.totals().n_bytes // 6
+    block_bytes = store.index.totals().n_bytes // 6
     store.close()
     tight = DiskStore(store.folder, store.limits)
     used = tight.used_bytes()
-    tight.limits = replace(tight.limits, max_disk_bytes=used - one_block * 2)
+    tight.limits = replace(tight.limits, max_disk_bytes=used - block_bytes * 2)
     assert tight.make_room(0)
     assert [n.key in tight.index for n in chain([1], [2], [3])] == [True] * 3
     assert [n.key in tight.index for n in chain([4], [5], [6])] == [True, False, False]
@@ -167,7 +171,7 @@ def test_least_recently_used_conversations_go_first(store: BlockStore) -> None:
     tight.close()
 
 
-def test_a_block_that_cannot_be_trusted_is_dropped(store: BlockStore) -> None:
+def test_damaged_or_missing_block_is_removed_from_the_index(store: BlockStore) -> None:
     nodes = chain([1], [2])
     save_turn(store, nodes)
     store.pool.clear()
@@ -182,8 +186,8 @@ def test_a_block_that_cannot_be_trusted_is_dropped(store: BlockStore) -> None:
     assert nodes[0].key not in store.index and nodes[1].key not in store.index
 
 
-def test_what_failed_a_check_is_found_no_more(store: BlockStore) -> None:
-    """The canary may find it while it is in RAM; the writer may be busy for long."""
+def test_lost_block_is_hidden_at_once(store: BlockStore) -> None:
+    """The block may be in RAM, and the writer may be busy for a long time."""
     nodes = chain([1], [2])
     save_turn(store, nodes)
     with writer_held(store):
@@ -192,7 +196,7 @@ def test_what_failed_a_check_is_found_no_more(store: BlockStore) -> None:
         assert store.children(nodes[0].key) == []
 
 
-def test_blocks_of_an_unended_turn_move_no_session(store: BlockStore) -> None:
+def test_commit_without_a_leaf_makes_no_session(store: BlockStore) -> None:
     nodes = chain([1], [2])
     store.commit(Commit(ROOT, tuple(nodes)), [(node, arrays_of(node)) for node in nodes])
     store.drain()
@@ -200,9 +204,7 @@ def test_blocks_of_an_unended_turn_move_no_session(store: BlockStore) -> None:
     assert [x.leaf for x in store.index.sessions() if x.name == "s"] == []
 
 
-def test_a_failed_write_commits_nothing(
-    store: BlockStore, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failed_write_commits_nothing(store: BlockStore, caplog: pytest.LogCaptureFixture) -> None:
     nodes = chain([1], [2])
     (store.folder / "blocks").write_text("in the way")
     save_turn(store, nodes, "s")
@@ -214,13 +216,13 @@ def test_a_failed_write_commits_nothing(
     assert block is not None and not block.pins
 
 
-def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, limits: StoreLimits) -> None:
+def test_error_for_an_unusable_folder_names_the_option(tmp_path: Path, limits: StoreLimits) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="--kvpersist-dir"):
         BlockStore(tmp_path / "file" / "store", limits)
 
 
-def test_among_many_children_the_nearest_are_found(store: BlockStore) -> None:
+def test_index_returns_the_children_nearest_to_the_text(store: BlockStore) -> None:
     """Omitted children have no more in common with the text ahead than returned ones."""
     rng = random.Random(5)
 
@@ -231,23 +233,23 @@ def test_among_many_children_the_nearest_are_found(store: BlockStore) -> None:
     for n in range(400):
         packed = pack_ids([n])
         nodes.append(Block(block_key(ROOT.key, packed), ROOT.key, 0, packed, word()))
-    store.drain()  # the sweep would take blocks without files for leftovers
+    store.drain()  # the sweep would remove rows of blocks without files
     store.index.add_blocks(ROOT, [(node, 1) for node in nodes])
     for _ in range(300):
         ahead = word() + word()
-        found = store.index.children(ROOT.key, ahead)
+        children = store.index.children(ROOT.key, ahead)
         whole = {node.key for node in nodes if ahead.startswith(node.text)}
-        assert whole <= {node.key for node in found}
+        assert whole <= {node.key for node in children}
         best = max(common_prefix(node.text, ahead, 0) for node in nodes)
-        assert max(common_prefix(node.text, ahead, 0) for node in found) == best
-        assert len(found) < len(nodes) // 2
+        assert max(common_prefix(node.text, ahead, 0) for node in children) == best
+        assert len(children) < len(nodes) // 2
 
 
 SPELLINGS = TokenText({1: b"a", 2: b"b", 3: b"ab", 4: b"ba", 5: b"aab"})
 
 
 def random_tree(store: BlockStore, rng: random.Random) -> list[Block]:
-    """Add blocks to the store: on disk, in RAM, or both. Many have the same text in other ids."""
+    """Add blocks to the store: on disk, in RAM, or both. Many have equal texts but other ids."""
     nodes: dict[bytes, Block] = {}
     for _ in range(rng.randrange(1, 14)):
         parent, start = rng.choice([(ROOT.key, 0), *((n.key, n.stop) for n in nodes.values())])
@@ -264,31 +266,31 @@ def random_tree(store: BlockStore, rng: random.Random) -> list[Block]:
     return list(nodes.values())
 
 
-def test_what_is_found_in_ram_first_is_what_is_found_at_all(store: BlockStore) -> None:
-    store.drain()  # the sweep would take blocks without files for leftovers
+def test_match_that_searches_ram_first_equals_the_full_match(store: BlockStore) -> None:
+    store.drain()  # the sweep would remove rows of blocks without files
     rng = random.Random(3)
     n_fewer = 0
     for _ in range(150):
         nodes = random_tree(store, rng)
         ids = [rng.randrange(1, 6) for _ in range(rng.randrange(1, 4))]
-        at: Block | None = rng.choice(nodes)
-        while at is not None:
-            ids = [*at.ids, *ids]
-            at = next((node for node in nodes if node.key == at.parent), None)
+        ancestor: Block | None = rng.choice(nodes)
+        while ancestor is not None:
+            ids = [*ancestor.ids, *ids]
+            ancestor = next((node for node in nodes if node.key == ancestor.parent), None)
         text, packed = SPELLINGS.decode(ids), pack_ids(ids)
         by_text, by_ids = (store.ram_first(ROOT.key, prompt) for prompt in (text, packed))
         n_fewer += bool(by_text.complete)
-        found = match_prompt(by_text, ROOT.key, text, SPELLINGS)
-        assert found == match_prompt(store, ROOT.key, text, SPELLINGS)
-        found = match_prompt(by_ids, ROOT.key, packed)
-        assert found == match_prompt(store, ROOT.key, packed)
+        match = match_prompt(by_text, ROOT.key, text, SPELLINGS)
+        assert match == match_prompt(store, ROOT.key, text, SPELLINGS)
+        match = match_prompt(by_ids, ROOT.key, packed)
+        assert match == match_prompt(store, ROOT.key, packed)
         store.pool.clear()
         for node in nodes:
             store.index.forget(node.key)
     assert n_fewer > 35
 
 
-def test_a_hot_conversation_asks_the_disk_once(store: BlockStore) -> None:
+def test_match_of_a_conversation_in_ram_runs_few_queries(store: BlockStore) -> None:
     store.drain()
     nodes = chain(*([n] for n in range(1, 600)))
     store.index.add_blocks(ROOT, [(node, 1) for node in nodes])
@@ -299,13 +301,13 @@ def test_a_hot_conversation_asks_the_disk_once(store: BlockStore) -> None:
     packed = pack_ids(range(1, 600))
     source = store.ram_first(ROOT.key, packed)
     assert match_prompt(source, ROOT.key, packed).n_tokens == 599
-    # Three for the other children, one for the child of the last block.
+    # Three queries for the other children, and one for the child of the last block.
     assert len(statements) <= 5
     store.pool.remove(nodes[300].key)
-    assert match_prompt(source, ROOT.key, packed).n_tokens == 599  # evicted since: asked on disk
+    assert match_prompt(source, ROOT.key, packed).n_tokens == 599  # evicted, so read from the index
 
 
-def test_what_is_damaged_while_a_turn_is_saved_is_still_removed(
+def test_block_found_damaged_while_a_turn_is_saved_is_removed(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = chain([1], [2])
@@ -319,12 +321,12 @@ def test_what_is_damaged_while_a_turn_is_saved_is_still_removed(
 
     monkeypatch.setattr(Saving, "save", saving)
     save_turn(store, nodes)
-    store.drain()  # of what was submitted while the turn was saved
+    store.drain()  # runs the tasks that were submitted during the save
     assert nodes[0].key not in store.index
     assert len(list((store.folder / "quarantine").glob("*.safetensors"))) == 1
 
 
-def test_a_turn_that_waits_keeps_a_tail_that_another_replaces(store: BlockStore) -> None:
+def test_waiting_turn_keeps_a_tail_that_another_turn_replaces(store: BlockStore) -> None:
     """The same prompt was answered twice, and the first conversation has continued."""
     head, tail = chain([1], [2, 3])
     save_turn(store, [head, tail], "first")
@@ -344,17 +346,17 @@ def test_a_turn_that_waits_keeps_a_tail_that_another_replaces(store: BlockStore)
     assert tail.key in store.index and store.turns_not_saved == 0
 
 
-@pytest.mark.parametrize("how", ["saved", "put", "gone", "damaged"])
-def test_a_change_of_what_is_found_is_told(store: BlockStore, how: str) -> None:
-    """A prompt that was matched before is matched again."""
+@pytest.mark.parametrize("change", ["saved", "put", "missing", "damaged"])
+def test_changes_of_the_stored_blocks_are_counted(store: BlockStore, change: str) -> None:
+    """If the count has changed, a prompt is matched again."""
     nodes = chain([1], [2])
     save_turn(store, nodes[:1])
     before = store.n_changes
-    if how == "saved":
+    if change == "saved":
         save_turn(store, nodes)
-    elif how == "put":
+    elif change == "put":
         store.put([(nodes[1], arrays_of(nodes[1]))])
-    elif how == "gone":
+    elif change == "missing":
         store.pool.clear()
         block_path(store.folder, nodes[0].key).unlink()
         assert store.reader.load(nodes[0], ROOT) is None
@@ -363,8 +365,8 @@ def test_a_change_of_what_is_found_is_told(store: BlockStore, how: str) -> None:
     assert store.n_changes != before
 
 
-def test_a_turn_that_cannot_be_saved_is_let_go(store: BlockStore) -> None:
-    """Another process removed one of its blocks, which is not in RAM."""
+def test_turn_that_cannot_be_saved_is_counted_and_unpinned(store: BlockStore) -> None:
+    """Another process removed one of the turn's blocks, which is not in RAM."""
     nodes = chain([1], [2])
     save_turn(store, nodes[:1])
     store.pool.clear()
@@ -381,8 +383,8 @@ def test_a_turn_that_cannot_be_saved_is_let_go(store: BlockStore) -> None:
     assert [entry.pins for entry in store.pool._entries.values()] == [0]
 
 
-def test_what_was_evicted_from_disk_stays_in_ram_while_a_turn_needs_it(tmp_path: Path) -> None:
-    """A server whose disk is small, and whose RAM is full of blocks that wait."""
+def test_blocks_evicted_from_disk_stay_in_ram_while_a_turn_needs_them(tmp_path: Path) -> None:
+    """The disk is small, and RAM is full of prefetched blocks."""
     store = BlockStore(tmp_path / "store", StoreLimits(1 << 20, 4 << 20))
     prefetched = chain(*([n] for n in range(10, 19)))
     for n_blocks in (5, 9):
@@ -401,40 +403,42 @@ def test_what_was_evicted_from_disk_stays_in_ram_while_a_turn_needs_it(tmp_path:
     store.close()
 
 
-@pytest.mark.parametrize("how", ["evicted", "damaged", "by another process"])
-def test_why_a_turn_could_not_be_saved_is_said(
-    store: BlockStore, caplog: pytest.LogCaptureFixture, how: str
+@pytest.mark.parametrize("cause", ["evicted", "damaged", "by another process"])
+def test_log_says_why_a_turn_was_not_saved(
+    store: BlockStore, caplog: pytest.LogCaptureFixture, cause: str
 ) -> None:
     head, tail = chain([1], [2])
     save_turn(store, [head])
     store.pool.clear()
-    if how == "evicted":
+    if cause == "evicted":
         store.disk.forget(head.key, Gone.EVICTED)
-    elif how == "damaged":
+    elif cause == "damaged":
         store.lose(head, "a test")
     else:
         with closing(DiskStore(store.folder, store.limits)) as other:
             other.forget(head.key)
     store.commit(Commit(ROOT, (head, tail)), [(tail, arrays_of(tail))])
     store.drain()
-    (said,) = (record.getMessage() for record in caplog.records if "not saved" in record.msg)
-    assert str(head) in said and ("another process" in said) is (how == "by another process")
+    (message,) = (record.getMessage() for record in caplog.records if "not saved" in record.msg)
+    assert str(head) in message and ("another process" in message) is (
+        cause == "by another process"
+    )
 
 
 @pytest.mark.parametrize("is_full_precision", [True, False])
-def test_what_a_turn_builds_on_makes_no_room_for_it(
+def test_saving_a_turn_does_not_evict_its_parent_blocks(
     store: BlockStore, is_full_precision: bool
 ) -> None:
-    """Nor do the blocks below waiting turns, though they are the least recently used."""
+    """Parents of waiting turns are not evicted, either, though they are least recently used."""
     ids = [list(range(first, first + 12)) for first in (10, 30, 50)]
     old, other = chain(ids[0]), chain(ids[1])
     new = chain(ids[0], ids[2])[1:] if is_full_precision else chain(ids[2])
     save_turn(store, old)
     save_turn(store, other)
     store.close()
-    one_block = block_path(store.folder, old[0].key).stat().st_size
+    block_bytes = block_path(store.folder, old[0].key).stat().st_size
     with closing(DiskStore(store.folder, store.limits)) as disk:
-        room = disk.reserve_bytes + one_block // 2
+        room = disk.reserve_bytes + block_bytes // 2
         disk.limits = replace(disk.limits, max_disk_bytes=disk.used_bytes() + room)
         file = disk.new_file(ROOT, new[0], arrays_of(new[0]))
         turn = Commit(ROOT, tuple(new))
@@ -444,13 +448,13 @@ def test_what_a_turn_builds_on_makes_no_room_for_it(
         assert [block.key in disk.index for block in (*old, *other, *new)] == [True, False, True]
 
 
-def test_blocks_of_a_pinned_session_make_no_room(store: BlockStore) -> None:
+def test_blocks_of_a_pinned_session_are_not_evicted(store: BlockStore) -> None:
     pinned, other = chain([1], [2]), chain([3])
     save_turn(store, pinned, "pinned")
     save_turn(store, other)
     store.close()
     with closing(DiskStore(store.folder, store.limits)) as disk:
-        (session,) = (one for one in disk.index.sessions() if one.name == "pinned")
+        (session,) = (session for session in disk.index.sessions() if session.name == "pinned")
         disk.set_pinned(session, True)
         disk.limits = replace(disk.limits, max_disk_bytes=1000)
         assert not disk.make_room(0)

@@ -1,4 +1,4 @@
-"""An operator's view of a store, and changes in it, without a server."""
+"""The sessions of a store as an operator sees and changes them, without a server."""
 
 from __future__ import annotations
 
@@ -54,35 +54,37 @@ def add_five_sessions(store: BlockStore) -> list[Block]:
     return trunk
 
 
-def test_sessions_are_shown_with_their_tiers_and_sizes(store: BlockStore) -> None:
+def test_sessions_are_described_with_their_tiers_and_sizes(store: BlockStore) -> None:
     trunk = add_five_sessions(store)
     answer = StoredSessions(store).describe()
-    sizes = {one["id"]: (one["blocks"], one["bytes"]) for one in answer["sessions"]}
-    assert {one["tier"] for one in answer["sessions"]} == {"disk"}
+    sizes = {session["id"]: (session["blocks"], session["bytes"]) for session in answer["sessions"]}
+    assert {session["tier"] for session in answer["sessions"]} == {"disk"}
     for block in trunk:
         store.pool.put(KVBlock(block, None, 1))
-    tiers = {one["id"]: one["tier"] for one in StoredSessions(store).describe()["sessions"]}
+    tiers = {
+        session["id"]: session["tier"] for session in StoredSessions(store).describe()["sessions"]
+    }
     assert tiers["trunk"] == "ram" and tiers["longer"] == "disk"
     assert sizes["longer"] == (4, 50) and sizes["twin"] == (3, 30) and sizes["apart"] == (1, 10)
 
 
-def test_the_largest_come_first(store: BlockStore) -> None:
+def test_sessions_can_be_sorted_by_size(store: BlockStore) -> None:
     sessions = StoredSessions(store)
     for n in range(SHOWN + 10):
         add(store, f"s{n:02}", chain(*([n * 100 + i] for i in range(1 + n % 7))), used=float(n))
     sizes: list[int] = []
     for skip in (0, SHOWN):
         answer = sessions.describe(skip=skip, by_size=True)
-        sizes += [one["bytes"] for one in answer["sessions"]]
+        sizes += [session["bytes"] for session in answer["sessions"]]
         assert answer["total"] == SHOWN + 10
     assert sizes == sorted(sizes, reverse=True) and len(sizes) == SHOWN + 10
     found = sessions.describe("s0", by_size=True)
     assert found["total"] == 10 and found["sessions"][0]["id"] == "s06"
-    add(store, "large", chain(*([9000 + i] for i in range(9))))  # the order follows the store
+    add(store, "large", chain(*([9000 + i] for i in range(9))))  # the order is updated
     assert sessions.describe(by_size=True)["sessions"][0]["id"] == "large"
 
 
-def test_a_selection_says_what_its_delete_frees(store: BlockStore) -> None:
+def test_selection_reports_the_bytes_that_deleting_it_frees(store: BlockStore) -> None:
     sessions = StoredSessions(store)
     add_five_sessions(store)
     everything = {"trunk", "longer", "other", "twin", "apart"}
@@ -107,15 +109,15 @@ def test_a_selection_says_what_its_delete_frees(store: BlockStore) -> None:
     assert sessions.select(find="parser", with_text=True)["ids"] == ["longer"]
 
 
-def test_requests_are_called_as_their_sessions(store: BlockStore) -> None:
-    """Tenants may use one name; nobody's words are shown where text may not be."""
+def test_request_records_get_the_titles_and_words_of_their_sessions(store: BlockStore) -> None:
+    """Two tenants may use the same name. Words are hidden if text must not be shown."""
     tenant = Root(ROOT.fingerprint, ROOT.layout, "tenant")
     for n, root in enumerate((ROOT, tenant, tenant)):
         leaf = chain([n], parent=root.key)[0]
         store.index.add_blocks(root, [(leaf, 10)])
-        one = Session(f"s{n}", root.key, "same", leaf.key, leaf.stop, False, 1.0, float(n))
-        store.index.put_session(one)
-        store.index.state.add_note(one.id, title=f"title {n}", words=f"words {n}")
+        session = Session(f"s{n}", root.key, "same", leaf.key, leaf.stop, False, 1.0, float(n))
+        store.index.put_session(session)
+        store.index.state.add_note(session.id, title=f"title {n}", words=f"words {n}")
     asked = [("same", ""), ("same", "tenant"), ("same", "another"), ("other", ""), (None, "")]
     records = [
         RequestState(name, namespace).record("m", Outcome(Kind.MISS, 1))
@@ -124,29 +126,31 @@ def test_requests_are_called_as_their_sessions(store: BlockStore) -> None:
     named = StoredSessions(store).add_names(records, with_text=True)
     nothing = (None, None)
     own = [("title 0", "words 0"), ("title 2", "words 2"), nothing, nothing, nothing]
-    assert [(one.pop("title"), one.pop("words")) for one in named] == own
+    assert [(record.pop("title"), record.pop("words")) for record in named] == own
     assert named == records
     quiet = StoredSessions(store).add_names(records, with_text=False)
-    assert [(one["title"], one["words"]) for one in quiet] == [(title, None) for title, _ in own]
-    store.index.database.close()  # the records are shown nevertheless
+    assert [(record["title"], record["words"]) for record in quiet] == [
+        (title, None) for title, _ in own
+    ]
+    store.index.database.close()  # the records are then shown without titles
     broken = StoredSessions(store).add_names(records, with_text=True)
-    assert {one["title"] for one in broken} == {None}
+    assert {record["title"] for record in broken} == {None}
 
 
-def test_a_selection_is_not_limited(store: BlockStore) -> None:
-    """More sessions than one query of the index can have."""
+def test_selection_may_exceed_the_sessions_of_one_query(store: BlockStore) -> None:
+    """The store has more sessions than one query of the index accepts."""
     blocks = [chain([1], [n + 2]) for n in range(1200)]
-    store.index.add_blocks(ROOT, [(blocks[0][0], 10), *((own, 10) for _, own in blocks)])
+    store.index.add_blocks(ROOT, [(blocks[0][0], 10), *((block, 10) for _, block in blocks)])
     with store.index.database.transaction():
-        for n, (_, own) in enumerate(blocks):
-            one = Session(f"s{n}", ROOT.key, None, own.key, own.stop, False, 1.0, 1.0)
-            store.index.put_session(one)
+        for n, (_, block) in enumerate(blocks):
+            session = Session(f"s{n}", ROOT.key, None, block.key, block.stop, False, 1.0, 1.0)
+            store.index.put_session(session)
     found = StoredSessions(store).select(find="")
     assert len(found["ids"]) == 1200 and found["disk_bytes"] == 12_010
     assert StoredSessions(store).select(found["ids"][1:])["disk_bytes"] == 11_990
 
 
-def test_what_is_shown_follows_the_store_and_is_limited(store: BlockStore) -> None:
+def test_described_sessions_are_paged_and_follow_the_store(store: BlockStore) -> None:
     sessions = StoredSessions(store)
     empty = sessions.describe()
     assert empty["is_all"] and not empty["sessions"] and not empty["total"]
@@ -159,12 +163,12 @@ def test_what_is_shown_follows_the_store_and_is_limited(store: BlockStore) -> No
     assert not then["is_all"] and len(then["sessions"]) == SHOWN
     assert then["sessions"][0]["id"] == "0123456789abcdef"
     assert then["total"] == SHOWN + 1
-    assert [one["id"] for one in sessions.describe(skip=SHOWN)["sessions"]] == ["s0"]
+    assert [session["id"] for session in sessions.describe(skip=SHOWN)["sessions"]] == ["s0"]
     assert sessions.pin("0123456789abcdef", True) == {"id": "0123456789abcdef", "pinned": True}
     assert sessions.describe()["sessions"][0]["pinned"]
 
 
-def test_sessions_are_found_by_what_is_shown_of_them(store: BlockStore) -> None:
+def test_sessions_are_found_by_their_client_title_id_or_words(store: BlockStore) -> None:
     sessions = StoredSessions(store)
     for n in range(3):
         add(store, f"s{n}", chain([n]))
@@ -172,17 +176,17 @@ def test_sessions_are_found_by_what_is_shown_of_them(store: BlockStore) -> None:
     note("s0", client="curl", words="Größe of it")
     assert sessions.rename("s1", "A title") == {"id": "s1", "title": "A title"}
 
-    def found(find: str, **how: bool) -> list[str]:
-        return sorted(one["id"] for one in sessions.describe(find, **how)["sessions"])
+    def ids_of(find: str, **how: bool) -> list[str]:
+        return sorted(session["id"] for session in sessions.describe(find, **how)["sessions"])
 
-    assert found("CURL") == ["s0"] and found("a title") == ["s1"] and found("S2") == ["s2"]
-    assert found("GRÖSSE") == [] and found("GRÖSSE", with_text=True) == ["s0"]
-    assert sessions.rename("s1", "")["title"] is None and found("title") == []
+    assert ids_of("CURL") == ["s0"] and ids_of("a title") == ["s1"] and ids_of("S2") == ["s2"]
+    assert ids_of("GRÖSSE") == [] and ids_of("GRÖSSE", with_text=True) == ["s0"]
+    assert sessions.rename("s1", "")["title"] is None and ids_of("title") == []
     sessions.delete("s0")
     assert store.disk.index.state.note("s0") == {}
 
 
-def test_an_unchanged_store_is_not_summed_up_again(
+def test_unchanged_store_is_not_read_again_for_a_description(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n_asked, outline = 0, Index.outline
@@ -201,21 +205,21 @@ def test_an_unchanged_store_is_not_summed_up_again(
     assert sessions.describe()["sessions"][0]["tier"] == "ram"
 
 
-def test_a_pin_does_not_take_back_what_another_process_saved(store: BlockStore) -> None:
+def test_pin_keeps_changes_of_another_process(store: BlockStore) -> None:
     add(store, "fedcba9876543210", chain([1]))
-    add(store, "goes", chain([2]))
-    moves, goes = (store.index.session(each) for each in ("fedcba9876543210", "goes"))
-    assert moves is not None and goes is not None
+    add(store, "removed", chain([2]))
+    moved, removed = (store.index.session(each) for each in ("fedcba9876543210", "removed"))
+    assert moved is not None and removed is not None
     add(store, "fedcba9876543210", chain([1], [3]))
-    store.index.remove_session("goes")
-    pinned = store.disk.set_pinned(moves, True)
+    store.index.remove_session("removed")
+    pinned = store.disk.set_pinned(moved, True)
     assert pinned == store.index.session("fedcba9876543210")
     assert pinned.pinned and pinned.leaf == chain([1], [3])[-1].key
     with pytest.raises(StoreError, match="removed at the same time"):
-        store.disk.set_pinned(goes, True)
+        store.disk.set_pinned(removed, True)
 
 
-def test_a_change_reaches_an_index_that_another_process_has_replaced(store: BlockStore) -> None:
+def test_changes_are_made_in_an_index_that_another_process_replaced(store: BlockStore) -> None:
     save_turn(store, chain([1], [2]), "s")
     save_turn(store, chain([3]), "gone")
     sessions = StoredSessions(store)
@@ -225,10 +229,12 @@ def test_a_change_reaches_an_index_that_another_process_has_replaced(store: Bloc
     replace_index(store)
     sessions.delete(ids["gone"])
     with closing(DiskStore(store.folder, store.limits)) as disk:
-        assert [(one.name, one.pinned) for one in disk.index.sessions()] == [("s", True)]
+        assert [(session.name, session.pinned) for session in disk.index.sessions()] == [
+            ("s", True)
+        ]
 
 
-def test_records_of_another_namespace_stay(store: BlockStore) -> None:
+def test_deleting_a_session_keeps_request_records_of_other_namespaces(store: BlockStore) -> None:
     """Two tenants may give their sessions the same name."""
     save_turn(store, chain([1], [2]), "same")
     (session,) = store.index.sessions()
@@ -251,7 +257,7 @@ def replace_index(store: BlockStore) -> None:
         rebuild_index(OwnFiles(store.folder))
 
 
-def test_a_session_whose_blocks_are_gone_can_be_shown_and_deleted(store: BlockStore) -> None:
+def test_session_with_missing_blocks_can_be_evicted_and_deleted(store: BlockStore) -> None:
     add(store, "lost", chain([1], [2]))
     store.disk.forget(chain([1])[0].key)
     sessions = StoredSessions(store)
@@ -262,28 +268,28 @@ def test_a_session_whose_blocks_are_gone_can_be_shown_and_deleted(store: BlockSt
     assert refused.value.status == 404
 
 
-def test_an_id_that_is_no_text_is_not_found(store: BlockStore) -> None:
+def test_session_id_that_is_not_valid_text_is_not_found(store: BlockStore) -> None:
     sessions = StoredSessions(store)
     for change in (sessions.delete, sessions.evict, sessions.export):
         with pytest.raises(RequestRefused, match="no session has the id"):
             change("\ud800")
 
 
-def test_a_store_that_cannot_be_read_says_so(store: BlockStore) -> None:
+def test_unreadable_store_is_refused_with_status_503(store: BlockStore) -> None:
     store.close()
     with pytest.raises(RequestRefused, match="the store cannot be used") as refused:
         StoredSessions(store).describe()
     assert refused.value.status == 503
 
 
-def test_a_deleted_session_leaves_neither_records_nor_blocks_in_ram(store: BlockStore) -> None:
+def test_deleting_a_session_removes_its_records_and_its_blocks_in_ram(store: BlockStore) -> None:
     nodes = chain([1], [2, 3])
     (beginning,) = chain([2], parent=nodes[0].key)
     store.put([(beginning, arrays_of(beginning))])
     end = state(nodes[1])
     save_turn(store, nodes, "gone", [end])
     store.pool.touch([end.key, beginning.key])
-    store.pool.release(1)  # its block is evicted, and the session stays
+    store.pool.release(1)  # the session's block is evicted; the session stays
     assert end.key in store.pool and nodes[1].key not in store.pool
     for name in ("gone", "stays"):
         store.index.state.add_request({"session": name, "sentence": "s", "divergence": None})
@@ -293,7 +299,7 @@ def test_a_deleted_session_leaves_neither_records_nor_blocks_in_ram(store: Block
     assert len(store.pool) == 0
 
 
-def test_what_a_busy_store_was_asked_is_not_done_later(
+def test_change_that_times_out_in_the_queue_is_withdrawn(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_turn(store, chain([1]), "s")
@@ -304,7 +310,7 @@ def test_what_a_busy_store_was_asked_is_not_done_later(
     assert not store.index.sessions()[0].pinned
 
 
-def test_a_request_ends_while_another_process_changes_the_store(
+def test_request_times_out_while_another_process_has_the_lock(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The change has begun, so it cannot be withdrawn."""
@@ -321,7 +327,7 @@ def test_a_request_ends_while_another_process_changes_the_store(
     assert store.index.sessions()[0].pinned
 
 
-def test_a_draft_models_blocks_are_no_session_and_go_with_the_one_of_their_tokens(
+def test_draft_model_blocks_are_deleted_with_the_session_of_their_tokens(
     store: BlockStore,
 ) -> None:
     draft, tenant = Root("draft", "4b64"), Root("draft", "4b64", namespace="another")
@@ -338,14 +344,16 @@ def test_a_draft_models_blocks_are_no_session_and_go_with_the_one_of_their_token
 
     first, second = [save(ROOT, [1, 2], [3, 4], tail) for tail in ([5, 6, 7], [8, 9])]
     before = save(draft, [1, 2], [3, 4], [5])
-    *shared, its = save(draft, [1, 2], [3, 4], [5, 6], replaced=before[2:])
+    *shared, draft_tail = save(draft, [1, 2], [3, 4], [5, 6], replaced=before[2:])
     others = [*save(tenant, [1, 2], [3, 4], [5, 6]), save(draft, [1, 2], [3, 4], [8])[-1]]
-    assert before[2].key not in store.index and its.key in store.index
+    assert before[2].key not in store.index and draft_tail.key in store.index
     sessions = StoredSessions(store)
-    ids = {one.leaf: one.id for one in store.index.sessions()}
+    ids = {session.leaf: session.id for session in store.index.sessions()}
     assert ids.keys() == {first[-1].key, second[-1].key}
     sessions.delete(ids[first[-1].key])
-    assert its.key not in store and all(one.key in store.index for one in (*shared, *others))
+    assert draft_tail.key not in store and all(
+        block.key in store.index for block in (*shared, *others)
+    )
     sessions.delete(ids[second[-1].key])
-    assert store.index.keys("blocks") == {one.key for one in others[:-1]}
-    assert not any(one.key in store for one in (*shared, others[-1]))
+    assert store.index.keys("blocks") == {block.key for block in others[:-1]}
+    assert not any(block.key in store for block in (*shared, others[-1]))
