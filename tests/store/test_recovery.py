@@ -52,7 +52,9 @@ def test_removed_folder_of_an_open_store_is_created_again(store: BlockStore) -> 
     new_nodes = chain([3], [4])
     save_turn(store, new_nodes, "t")
     assert not store._failures
-    assert [x.leaf for x in store.index.sessions() if x.name == "t"] == [new_nodes[-1].key]
+    assert [session.leaf for session in store.index.sessions() if session.name == "t"] == [
+        new_nodes[-1].key
+    ]
     assert block_files(store.folder) == {f"{node.key.hex()}.safetensors" for node in new_nodes}
 
 
@@ -140,7 +142,9 @@ def test_open_store_saves_turns_after_its_index_is_rebuilt(store: BlockStore) ->
         longer = chain([1], [2], [3 + index_is_there])
         save_turn(store, longer, "s")
         assert not store._failures
-        assert longer[-1].key in [x.leaf for x in store.index.sessions() if x.name == "s"]
+        assert longer[-1].key in [
+            session.leaf for session in store.index.sessions() if session.name == "s"
+        ]
     store.close()
     disk = DiskStore(store.folder, store.limits)
     assert disk.sweep() == 0 and disk.index.totals().n_blocks == 4

@@ -277,7 +277,7 @@ def test_lookup_in_ram_reads_few_of_thousands_of_siblings(n: int) -> None:
 
 
 class Key(bytes):
-    """A key that counts comparisons of keys."""
+    """A key whose comparisons are counted."""
 
     n_compared = 0
 
@@ -401,7 +401,7 @@ def find_the_session_of_an_import(case: LargeIndex) -> None:
     assert _session_through(case.index, ROOT, leaf) is None
 
 
-def test_an_import_reads_no_chain_of_another_session(large_indexes: dict[int, LargeIndex]) -> None:
+def test_import_reads_no_chain_of_another_session(large_indexes: dict[int, LargeIndex]) -> None:
     """The search needs the store's lock, and is repeated for each plan."""
     few, more = (
         steps(case.index, partial(find_the_session_of_an_import, case))

@@ -1,4 +1,4 @@
-"""The shared tier: one store fetches what another has put, and nothing wrong."""
+"""The shared tier: a store fetches objects of other stores, and refuses wrong objects."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ NODES = chain(*IDS, [5, 6, 7])
 LIMITS = StoreLimits(max_ram_bytes=64 << 20, max_disk_bytes=64 << 20)
 KEY = bytes(range(32))
 
-Open = Callable[..., BlockStore]
+OpenStore = Callable[..., BlockStore]
 
 
 @pytest.fixture(autouse=True)
 def small_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole blocks of 64 KiB each."""
+    """Make the arrays of whole blocks small: 64 KiB."""
 
     def arrays_of(node: Block) -> dict[str, mx.array]:
         key = mx.random.key(int.from_bytes(node.key[:4], "little"))
@@ -63,11 +63,11 @@ def small_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Open]:
-    """Opens stores of their own over one folder."""
+def open_store(tmp_path: Path) -> Iterator[OpenStore]:
+    """A function that opens stores, all of which share one folder."""
     stores: list[BlockStore] = []
 
-    def open_store(
+    def open_next(
         encryption: Encryption | None = None, objects: Any = None, max_bytes: int | None = None
     ) -> BlockStore:
         store = BlockStore(tmp_path / f"store-{len(stores)}", LIMITS)
@@ -77,7 +77,7 @@ def opened(tmp_path: Path) -> Iterator[Open]:
         stores.append(store)
         return store
 
-    yield open_store
+    yield open_next
     for store in stores:
         store.close()
 
@@ -92,15 +92,15 @@ def counts(store: BlockStore) -> dict[str, int]:
 
 
 def put_all(store: BlockStore) -> None:
-    """Return when all waiting objects are put, or cannot be put."""
+    """Wait until each waiting object is put or has failed."""
     settle(store.writer)
-    wait_until(lambda: tier_of(store).putting.has_done_all, "everything is put")
+    wait_until(lambda: tier_of(store).putting.has_done_all, "all is put")
 
 
 def wanted(nodes: Sequence[Block] = NODES, root: Root = ROOT, **changed: Any) -> Wanted:
-    """Return the wanted blocks of a prompt: these blocks, and a token that no block has."""
-    known = {
-        "plan": lambda found: Plan(),
+    """Return the request of a prompt that has the ids of these blocks and one more token."""
+    fields = {
+        "plan": lambda conversation: Plan(),
         "compute_s": lambda position, n_tokens: n_tokens / 100,
         "learn": lambda replies: wanted(nodes, root, **changed),
         "max_bytes": 8 << 20,
@@ -109,14 +109,14 @@ def wanted(nodes: Sequence[Block] = NODES, root: Root = ROOT, **changed: Any) ->
         "ids": [i for node in nodes for i in node.ids] + [1],
         **changed,
     }
-    return Wanted(root, **known)
+    return Wanted(root, **fields)
 
 
-def whole(found: Conversation) -> Plan:
+def plan_whole(conversation: Conversation) -> Plan:
     """Return a plan to restore a whole conversation."""
-    needed: list[Record] = [*found.chain, *found.checkpoints]
-    n_tokens = sum(one.n_tokens for one in found.chain)
-    return Plan(found.chain, [(one, 1 << 16) for one in needed], n_tokens)
+    needed: list[Record] = [*conversation.chain, *conversation.checkpoints]
+    n_tokens = sum(block.n_tokens for block in conversation.chain)
+    return Plan(conversation.chain, [(record, 1 << 16) for record in needed], n_tokens)
 
 
 def put(store: BlockStore, nodes: list[Block] = NODES, **turn: Any) -> dict[bytes, Any]:
@@ -125,7 +125,7 @@ def put(store: BlockStore, nodes: list[Block] = NODES, **turn: Any) -> dict[byte
     return content
 
 
-def in_store(store: BlockStore) -> set[bytes]:
+def keys_in_store(store: BlockStore) -> set[bytes]:
     return {node.key for node in NODES if node.key in store}
 
 
@@ -133,14 +133,14 @@ def objects_in(tmp_path: Path) -> list[Path]:
     return [path for path in (tmp_path / "bucket").rglob("*") if path.is_file()]
 
 
-@pytest.mark.parametrize("encryption", [Plain(), Cipher(KEY)], ids=["plain", "sealed"])
-def test_another_store_fetches_by_ids_what_one_has_put(
-    opened: Open, encryption: Encryption
+@pytest.mark.parametrize("encryption", [Plain(), Cipher(KEY)], ids=["plain", "encrypted"])
+def test_store_fetches_by_ids_the_blocks_of_another_store(
+    open_store: OpenStore, encryption: Encryption
 ) -> None:
-    content = put(opened(encryption))
-    other = opened(encryption)
+    content = put(open_store(encryption))
+    other = open_store(encryption)
     assert tier_of(other).fetch(wanted()) == ""
-    assert in_store(other) == {node.key for node in NODES[:3]}
+    assert keys_in_store(other) == {node.key for node in NODES[:3]}
     for node in NODES[:3]:
         entry = other.pool.get(node.key)
         assert entry is not None and entry.tier == "shared" and entry.block == node
@@ -152,49 +152,49 @@ def test_another_store_fetches_by_ids_what_one_has_put(
     assert counts(other)["written"] == 0
 
 
-def test_a_conversation_is_found_by_its_text(opened: Open) -> None:
-    put(opened(), checkpoints=[state(NODES[3])])
-    other = opened()
+def test_conversation_is_found_by_its_first_messages(open_store: OpenStore) -> None:
+    put(open_store(), checkpoints=[state(NODES[3])])
+    other = open_store()
     seen: list[Block] = []
 
-    def plan(found: Conversation) -> Plan:
-        seen.extend(found.chain)
-        return whole(found)
+    def plan(conversation: Conversation) -> Plan:
+        seen.extend(conversation.chain)
+        return plan_whole(conversation)
 
-    asked = wanted(ids=[9] * 2000, plan=plan)
-    assert tier_of(other).fetch(asked) == ""
-    assert seen == NODES and [one.text for one in seen] == [one.text for one in NODES]
-    assert in_store(other) == {node.key for node in NODES}
+    prompt = wanted(ids=[9] * 2000, plan=plan)
+    assert tier_of(other).fetch(prompt) == ""
+    assert seen == NODES and [block.text for block in seen] == [block.text for block in NODES]
+    assert keys_in_store(other) == {node.key for node in NODES}
     assert other.checkpoints([NODES[3].key]) == {NODES[3].key: [state(NODES[3])]}
 
 
-def test_a_model_that_needs_checkpoints_gets_whole_conversations(opened: Open) -> None:
-    put(opened(), checkpoints=[state(NODES[3])])
-    other = opened()
+def test_model_with_checkpoints_fetches_only_whole_conversations(open_store: OpenStore) -> None:
+    put(open_store(), checkpoints=[state(NODES[3])])
+    other = open_store()
     tier_of(other).fetch(wanted(any_prefix=False))
-    assert not in_store(other)
-    tier_of(other).fetch(wanted(any_prefix=False, plan=whole))
-    assert in_store(other) == {node.key for node in NODES}
+    assert not keys_in_store(other)
+    tier_of(other).fetch(wanted(any_prefix=False, plan=plan_whole))
+    assert keys_in_store(other) == {node.key for node in NODES}
 
 
-def test_another_layout_is_a_miss_that_says_so(opened: Open) -> None:
-    put(opened())
-    note = tier_of(opened()).fetch(wanted(root=Root("fingerprint", "8b64")))
+def test_note_names_the_stored_precision_if_the_layout_differs(open_store: OpenStore) -> None:
+    put(open_store())
+    note = tier_of(open_store()).fetch(wanted(root=Root("fingerprint", "8b64")))
     assert "another KV precision (4b64)" in note
 
 
-def test_another_key_finds_and_reads_nothing(opened: Open, tmp_path: Path) -> None:
-    put(opened())
+def test_store_with_another_key_finds_no_objects(open_store: OpenStore, tmp_path: Path) -> None:
+    put(open_store())
     before = {path: path.read_bytes() for path in objects_in(tmp_path)}
     assert all(node.key.hex() not in str(path) for path in before for node in NODES)
     assert not any(b"safetensors" in data or b"root" in data for data in before.values())
-    other = opened(Cipher(bytes(32)))
-    assert tier_of(other).fetch(wanted()) == "" and not in_store(other)
+    other = open_store(Cipher(bytes(32)))
+    assert tier_of(other).fetch(wanted()) == "" and not keys_in_store(other)
     assert counts(other)["refused"] == 0
 
 
-def test_each_object_is_put_once(opened: Open) -> None:
-    first, second = opened(), opened()
+def test_each_object_is_put_once(open_store: OpenStore) -> None:
+    first, second = open_store(), open_store()
     put(first)
     put(second)
     assert counts(first)["written"] == 6  # four blocks, the chain, its layout
@@ -203,16 +203,16 @@ def test_each_object_is_put_once(opened: Open) -> None:
     assert counts(first)["written"] == 7
 
 
-def test_two_writers_at_once(opened: Open) -> None:
-    stores = [opened(), opened()]
+def test_two_stores_may_put_the_same_conversation_at_once(open_store: OpenStore) -> None:
+    stores = [open_store(), open_store()]
     threads = [threading.Thread(target=put, args=(store,)) for store in stores]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    third = opened()
+    third = open_store()
     tier_of(third).fetch(wanted())
-    assert in_store(third) == {node.key for node in NODES[:3]}
+    assert keys_in_store(third) == {node.key for node in NODES[:3]}
     assert counts(third)["refused"] == 0
 
 
@@ -248,40 +248,40 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize(("encryption", "change"), HOSTILE)
-def test_objects_that_were_changed_are_misses_and_replaced(
-    opened: Open, tmp_path: Path, encryption: Encryption, change: Callable[[bytes], bytes]
+def test_changed_objects_are_refused_and_replaced(
+    open_store: OpenStore, tmp_path: Path, encryption: Encryption, change: Callable[[bytes], bytes]
 ) -> None:
-    put(opened(encryption))
+    put(open_store(encryption))
     for path in objects_in(tmp_path):
         path.write_bytes(change(path.read_bytes()))
-    other = opened(encryption)
-    tier_of(other).fetch(wanted(plan=whole))
-    assert not in_store(other) and counts(other)["refused"] > 0
+    other = open_store(encryption)
+    tier_of(other).fetch(wanted(plan=plan_whole))
+    assert not keys_in_store(other) and counts(other)["refused"] > 0
     put(other)
-    third = opened(encryption)
+    third = open_store(encryption)
     tier_of(third).fetch(wanted())
     assert NODES[0].key in third
 
 
-@pytest.mark.parametrize("encryption", [Plain(), Cipher(KEY)], ids=["plain", "sealed"])
-def test_objects_under_anothers_name_are_misses(
-    opened: Open, tmp_path: Path, encryption: Encryption
+@pytest.mark.parametrize("encryption", [Plain(), Cipher(KEY)], ids=["plain", "encrypted"])
+def test_objects_with_swapped_names_are_refused(
+    open_store: OpenStore, tmp_path: Path, encryption: Encryption
 ) -> None:
-    one = opened(encryption)
-    put(one)
-    names = [tmp_path / "bucket" / tier_of(one).objects.path(node.key) for node in NODES[:2]]
+    first = open_store(encryption)
+    put(first)
+    names = [tmp_path / "bucket" / tier_of(first).objects.path(node.key) for node in NODES[:2]]
     contents = [name.read_bytes() for name in names]
     for name, content in zip(names, reversed(contents), strict=True):
         name.write_bytes(content)
-    other = opened(encryption)
+    other = open_store(encryption)
     tier_of(other).fetch(wanted())
-    assert not in_store(other) and counts(other)["refused"] >= 1
+    assert not keys_in_store(other) and counts(other)["refused"] >= 1
 
 
 class SimulatedThreads:
     """Threads whose tasks take time by a simulated clock, and that share one network line.
 
-    A task runs when it is submitted, one at a time, so tasks use the line in this order.
+    Tasks run one at a time, when they are submitted, so they use the line in this order.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -308,7 +308,7 @@ class SimulatedThreads:
 
 
 class SimulatedFuture(Future[Any]):
-    """The result of a task, and its time."""
+    """The result of a task, and the time at which it is done."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
@@ -325,14 +325,14 @@ class SimulatedFuture(Future[Any]):
 
 @pytest.fixture
 def simulated(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> SimulatedThreads:
-    """The fetching threads of stores that are opened after this."""
+    """Simulated threads for the fetches of stores that are opened later."""
     made = SimulatedThreads(clock)
     monkeypatch.setattr("mlx_lm_kvpersist.store.shared.Threads", lambda n_threads, name: made)
     return made
 
 
-class Hampered:
-    """Objects that come slowly on simulated threads, or fail, perhaps after some have come."""
+class UnreliableObjects:
+    """Objects that are slow on simulated threads, or that fail, perhaps after some requests."""
 
     url = "test"
 
@@ -382,12 +382,15 @@ class Hampered:
         self.objects.delete(names)
 
 
-def test_a_slow_store_costs_little_and_is_left_alone(
-    opened: Open, tmp_path: Path, simulated: SimulatedThreads, caplog: pytest.LogCaptureFixture
+def test_slow_store_delays_requests_only_briefly(
+    open_store: OpenStore,
+    tmp_path: Path,
+    simulated: SimulatedThreads,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    put(opened())
-    slow = Hampered(tmp_path / "bucket", bytes_per_s=100e3, simulated=simulated)
-    other = opened(objects=slow)
+    put(open_store())
+    slow = UnreliableObjects(tmp_path / "bucket", bytes_per_s=100e3, simulated=simulated)
+    other = open_store(objects=slow)
     began_s = simulated.clock.monotonic()
     notes = {tier_of(other).fetch(wanted(compute_s=lambda at, n: n / 1000)) for _ in range(5)}
     assert 0 < simulated.clock.monotonic() - began_s < 0.1 * 0.772
@@ -395,12 +398,12 @@ def test_a_slow_store_costs_little_and_is_left_alone(
     assert len(caplog.records) == 1
 
 
-def test_what_has_come_of_a_store_that_becomes_slow_is_used(
-    opened: Open, tmp_path: Path, simulated: SimulatedThreads
+def test_blocks_fetched_before_the_store_becomes_slow_are_used(
+    open_store: OpenStore, tmp_path: Path, simulated: SimulatedThreads
 ) -> None:
-    put(opened())
-    slow = Hampered(tmp_path / "bucket")
-    other = opened(objects=slow)
+    put(open_store())
+    slow = UnreliableObjects(tmp_path / "bucket")
+    other = open_store(objects=slow)
     get = slow.get
 
     def get_first(name: str, max_bytes: int) -> bytes:
@@ -411,92 +414,106 @@ def test_what_has_come_of_a_store_that_becomes_slow_is_used(
     slow.get = get_first  # type: ignore[method-assign]
     began_s = simulated.clock.monotonic()
     tier_of(other).fetch(wanted(compute_s=lambda at, n: n / 1000))
-    assert in_store(other) == {node.key for node in NODES[:2]}
+    assert keys_in_store(other) == {node.key for node in NODES[:2]}
     assert simulated.clock.monotonic() - began_s < 1
 
 
-def quick(position: int, n_tokens: int) -> float:
-    """Return the seconds that a quick model takes."""
+def fast_compute_s(position: int, n_tokens: int) -> float:
+    """Return the seconds that a fast model takes to compute `n_tokens`."""
     return n_tokens / 100_000
 
 
-def test_short_prompts_that_gain_nothing_do_not_keep_long_ones_away(
-    opened: Open, tmp_path: Path, simulated: SimulatedThreads, caplog: pytest.LogCaptureFixture
+def test_store_too_slow_for_cheap_prompts_is_used_for_expensive_prompts(
+    open_store: OpenStore,
+    tmp_path: Path,
+    simulated: SimulatedThreads,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    put(opened())
-    other = opened(objects=Hampered(tmp_path / "bucket", latency_s=0.03, simulated=simulated))
-    notes = [tier_of(other).fetch(wanted(compute_s=quick)) for _ in range(2)]
-    assert set(notes) == {"the shared store is slower than computing"} and not in_store(other)
+    put(open_store())
+    other = open_store(
+        objects=UnreliableObjects(tmp_path / "bucket", latency_s=0.03, simulated=simulated)
+    )
+    notes = [tier_of(other).fetch(wanted(compute_s=fast_compute_s)) for _ in range(2)]
+    assert set(notes) == {"the shared store is slower than computing"} and not keys_in_store(other)
     assert tier_of(other).fetch(wanted()) == "" and NODES[2].key in other
     assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("any_prefix", [True, False])
 @pytest.mark.parametrize("bytes_per_s", [50e6, 5e6, 1e6, 250e3])
-def test_a_fetch_never_takes_longer_than_computing(
-    opened: Open, tmp_path: Path, simulated: SimulatedThreads, bytes_per_s: float, any_prefix: bool
+def test_fetch_loses_at_most_eight_percent_of_the_computing_time(
+    open_store: OpenStore,
+    tmp_path: Path,
+    simulated: SimulatedThreads,
+    bytes_per_s: float,
+    any_prefix: bool,
 ) -> None:
-    """A block comes in 1, 13, 67 or 268 ms and takes 102 to compute; the lost time is bounded."""
-    put(opened(), checkpoints=[state(NODES[3])])
-    other = opened(objects=Hampered(tmp_path / "bucket", bytes_per_s, simulated=simulated))
-    asked = wanted(
-        compute_s=lambda at, n: n / 2500, plan=whole, any_prefix=any_prefix, ids=range(5000)
+    """A block takes 1, 13, 67 or 268 ms to fetch, and 102 ms to compute."""
+    put(open_store(), checkpoints=[state(NODES[3])])
+    other = open_store(
+        objects=UnreliableObjects(tmp_path / "bucket", bytes_per_s, simulated=simulated)
+    )
+    prompt = wanted(
+        compute_s=lambda at, n: n / 2500, plan=plan_whole, any_prefix=any_prefix, ids=range(5000)
     )
     began_s = simulated.clock.monotonic()
-    tier_of(other).fetch(asked)
-    took_s, found = simulated.clock.monotonic() - began_s, in_store(other)
-    saved_s = sum(node.n_tokens for node in NODES if node.key in found) / 2500
+    tier_of(other).fetch(prompt)
+    took_s, fetched = simulated.clock.monotonic() - began_s, keys_in_store(other)
+    saved_s = sum(node.n_tokens for node in NODES if node.key in fetched) / 2500
     if bytes_per_s > 250e3:
-        assert found == {node.key for node in NODES}
+        assert fetched == {node.key for node in NODES}
         assert any_prefix or other.checkpoints([NODES[3].key])
     assert took_s < saved_s + 0.08 * 5000 / 2500
 
 
 @pytest.mark.parametrize("any_prefix", [True, False])
-def test_what_has_come_of_a_store_that_dies_is_used(
-    opened: Open, tmp_path: Path, any_prefix: bool, caplog: pytest.LogCaptureFixture
+def test_fetch_reports_a_store_that_fails_midway(
+    open_store: OpenStore, tmp_path: Path, any_prefix: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    put(opened(), checkpoints=[state(NODES[3])])
-    dying = Hampered(tmp_path / "bucket")
+    put(open_store(), checkpoints=[state(NODES[3])])
+    dying = UnreliableObjects(tmp_path / "bucket")
     dying.fails, dying.fails_after = OSError("connection reset"), 3
-    other = opened(objects=dying)
-    note = tier_of(other).fetch(wanted(plan=whole, any_prefix=any_prefix))
-    assert "connection reset" in note and len(in_store(other)) <= 3
+    other = open_store(objects=dying)
+    note = tier_of(other).fetch(wanted(plan=plan_whole, any_prefix=any_prefix))
+    assert "connection reset" in note and len(keys_in_store(other)) <= 3
     assert len(caplog.records) == 1
     dying.fails = None
 
 
-def test_a_share_whose_requests_time_out_has_failed(opened: Open, tmp_path: Path) -> None:
-    """A soft mount raises ETIMEDOUT, which is a TimeoutError, too."""
-    dead = Hampered(tmp_path / "bucket")
-    put(opened())
-    other = opened(objects=dead)
+def test_etimedout_counts_as_a_failure_of_the_store(open_store: OpenStore, tmp_path: Path) -> None:
+    """A soft mount raises ETIMEDOUT, which Python turns into a TimeoutError."""
+    dead = UnreliableObjects(tmp_path / "bucket")
+    put(open_store())
+    other = open_store(objects=dead)
     dead.fails = OSError(errno.ETIMEDOUT, "timed out")
     assert "timed out" in tier_of(other).fetch(wanted())
     assert "timed out" in tier_of(other).stats()["failed_with"]
     dead.fails = None
 
 
-def test_clocks_do_not_matter(
-    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_wrong_system_clock_does_not_affect_sharing(
+    open_store: OpenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = time.time
     for skew_s in (-400 * 86400, 400 * 86400):
         monkeypatch.setattr(time, "time", lambda skew_s=skew_s: now() + skew_s)
-        store = opened()
+        store = open_store()
         put(store)
-        other = opened()
+        other = open_store()
         assert tier_of(other).fetch(wanted()) == "" and NODES[2].key in other
         assert counts(other)["refused"] == 0
 
 
-def test_a_dead_store_costs_one_line_and_comes_back(
-    opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_failed_store_is_logged_once_and_used_after_it_recovers(
+    open_store: OpenStore,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(shared, "PROBE_S", 0.05)
-    put(opened())
-    dead = Hampered(tmp_path / "bucket")
-    other = opened(objects=dead)
+    put(open_store())
+    dead = UnreliableObjects(tmp_path / "bucket")
+    other = open_store(objects=dead)
     dead.fails = OSError("connection refused")
     for _ in range(3):
         assert "connection refused" in tier_of(other).fetch(wanted())
@@ -510,46 +527,48 @@ def test_a_dead_store_costs_one_line_and_comes_back(
     assert counts(other)["written"] == 2
 
 
-def test_a_store_that_cannot_be_written_is_read_all_the_same(opened: Open, tmp_path: Path) -> None:
-    put(opened())
-    full = Hampered(tmp_path / "bucket")
+def test_shared_store_that_refuses_writes_is_still_read(
+    open_store: OpenStore, tmp_path: Path
+) -> None:
+    put(open_store())
+    full = UnreliableObjects(tmp_path / "bucket")
     full.puts_fail = OSError("no space left")
-    other = opened(objects=full)
+    other = open_store(objects=full)
     save_turn(other, chain([1, 2]), "s", messages=MESSAGES)
     put_all(other)
     assert tier_of(other).stats()["failed_with"] == "no space left"
     assert tier_of(other).fetch(wanted()) == "" and NODES[0].key in other
 
 
-def test_what_waits_is_bounded(
-    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_number_of_waiting_objects_is_bounded(
+    open_store: OpenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared, "MAX_WAITING", 6)
-    full = Hampered(tmp_path / "bucket")
+    full = UnreliableObjects(tmp_path / "bucket")
     full.puts_fail = OSError("no space left")
-    store = opened(objects=full)
+    store = open_store(objects=full)
     for n in range(4):
         save_turn(store, chain([n, 2]), "s", messages=MESSAGES)
     stats = tier_of(store).stats()
     assert stats["waiting"] == 6 and stats["not_written"] == 2
 
 
-def test_parts_of_a_turn_are_not_shared(opened: Open) -> None:
-    store = opened()
+def test_commits_before_the_end_of_a_turn_are_not_shared(open_store: OpenStore) -> None:
+    store = open_store()
     save_turn(store, NODES[:1], "s", messages=MESSAGES)
     put_all(store)
     before = counts(store)["written"]
-    (part,) = chain([1, 2, 3])
-    store.commit(Commit(ROOT, (part,)), [(part, conftest.arrays_of(part))])
+    (block,) = chain([1, 2, 3])
+    store.commit(Commit(ROOT, (block,)), [(block, conftest.arrays_of(block))])
     store.drain()
     put_all(store)
     assert counts(store)["written"] == before
 
 
-def test_blocks_that_were_stored_before_the_tier_was_used_are_put_with_the_next_turn(
-    tmp_path: Path, opened: Open
+def test_next_turn_puts_blocks_that_were_stored_before_sharing_began(
+    tmp_path: Path, open_store: OpenStore
 ) -> None:
-    """A commit has its new blocks alone; the index has the blocks before them."""
+    """A commit contains only its new blocks; the index has the earlier blocks."""
     with closing(BlockStore(tmp_path / "early", LIMITS)) as store:
         save_turn(store, NODES[:2], "s", messages=MESSAGES)
         store.share(Objects(str(tmp_path / "bucket")), Cipher(KEY), None)
@@ -558,43 +577,43 @@ def test_blocks_that_were_stored_before_the_tier_was_used_are_put_with_the_next_
         store.commit(Commit(ROOT, (NODES[2],), leaf), new)
         store.drain()
         put_all(store)
-    other = opened()
-    tier_of(other).fetch(wanted(plan=whole))
-    assert in_store(other) == {node.key for node in NODES[:3]}
+    other = open_store()
+    tier_of(other).fetch(wanted(plan=plan_whole))
+    assert keys_in_store(other) == {node.key for node in NODES[:3]}
 
 
-def test_a_store_that_cannot_be_listed_is_written_all_the_same(
-    opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_shared_store_that_cannot_be_listed_is_still_written(
+    open_store: OpenStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Unlisted(Hampered):
+    class Unlisted(UnreliableObjects):
         def list(self) -> Iterator[ListedObject]:
             raise OSError("access denied")
 
-    store = opened(objects=Unlisted(tmp_path / "bucket"), max_bytes=1 << 10)
+    store = open_store(objects=Unlisted(tmp_path / "bucket"), max_bytes=1 << 10)
     put(store)
     assert counts(store)["written"] == 6 and len(caplog.records) == 1
 
 
-def test_a_conversation_is_what_was_packed() -> None:
+def test_unpacked_conversation_equals_the_packed_conversation() -> None:
     packed = Conversation(tuple(NODES), (state(NODES[0]),), {b"digest": b"ids"}).packed()
-    found = Conversation.unpacked(packed, ROOT)
-    assert found.chain == tuple(NODES) and found.checkpoints == (state(NODES[0]),)
-    assert found.replies == {b"digest": b"ids"}
-    assert all(isinstance(one, Checkpoint) for one in found.checkpoints)
+    unpacked = Conversation.unpacked(packed, ROOT)
+    assert unpacked.chain == tuple(NODES) and unpacked.checkpoints == (state(NODES[0]),)
+    assert unpacked.replies == {b"digest": b"ids"}
+    assert all(isinstance(record, Checkpoint) for record in unpacked.checkpoints)
 
 
-def reply_of(store: BlockStore, n: int) -> None:
-    """Remember a reply of the conversation."""
+def save_reply(store: BlockStore, n: int) -> None:
+    """Save the ids of a reply of the conversation."""
     store.commit(Commit(ROOT, (), replies={b"%d" % n: b"ids"}, messages=MESSAGES), [])
     store.drain()
     put_all(store)
 
 
-def test_replies_of_all_servers_come_with_the_conversation(opened: Open) -> None:
-    first, second, third = opened(), opened(), opened()
-    reply_of(first, 1)
+def test_fetch_learns_the_replies_of_all_servers(open_store: OpenStore) -> None:
+    first, second, third = open_store(), open_store(), open_store()
+    save_reply(first, 1)
     put(first)
-    reply_of(second, 2)
+    save_reply(second, 2)
     learned: list[set[bytes]] = []
 
     def learn(replies: Mapping[bytes, bytes]) -> Wanted:
@@ -605,37 +624,37 @@ def test_replies_of_all_servers_come_with_the_conversation(opened: Open) -> None
     assert learned == [{b"1", b"2"}] and NODES[2].key in third
 
 
-def test_what_is_used_is_put_again_before_it_is_pruned(
-    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_used_objects_are_put_again_before_they_are_pruned(
+    open_store: OpenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put(opened())
+    put(open_store())
     for n, path in enumerate(objects_in(tmp_path)):
         then_s = time.time() - (10 + n) * 86400
         os.utime(path, (then_s, then_s))
-    other = opened()
+    other = open_store()
     put(other)
     assert counts(other)["written"] == 6
     assert not surplus(Objects(str(tmp_path / "bucket")).list(), 86400, None)
     for path in objects_in(tmp_path):
         path.unlink()
     put(other)
-    assert counts(other)["written"] == 7  # it believes that they exist
+    assert counts(other)["written"] == 7  # the store assumes that they exist
     monkeypatch.setattr(shared_objects, "ASK_AGAIN_S", 0.0)
     put(other)
     assert counts(other)["written"] == 13
 
 
-def test_the_size_of_all_servers_is_kept(
-    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_two_servers_keep_the_shared_store_near_its_limit(
+    open_store: OpenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared, "PRUNE_S", 0.0)
-    most = 300 << 10
-    stores = [opened(max_bytes=most) for _ in range(2)]
+    max_bytes = 300 << 10
+    stores = [open_store(max_bytes=max_bytes) for _ in range(2)]
     for n in range(8):
         put(stores[n % 2], chain([n] * 256))
     put(stores[0], chain([9]))
     sizes = [path.stat().st_size for path in objects_in(tmp_path)]
-    assert most - (80 << 10) < sum(sizes) <= most + (80 << 10)
+    assert max_bytes - (80 << 10) < sum(sizes) <= max_bytes + (80 << 10)
     newest, oldest = (tier_of(stores[0]).objects.path(chain([n] * 256)[0].key) for n in (7, 0))
     assert (tmp_path / "bucket" / newest).exists()
     assert not (tmp_path / "bucket" / oldest).exists()
@@ -657,19 +676,23 @@ HOSTILE_CONVERSATIONS = [
 
 
 @pytest.mark.parametrize("content", HOSTILE_CONVERSATIONS)
-def test_hostile_conversations_are_misses(opened: Open, tmp_path: Path, content: Any) -> None:
-    put(opened(Plain()))
-    other = opened(Plain())
+def test_hostile_conversation_is_replaced_by_the_next_put(
+    open_store: OpenStore, tmp_path: Path, content: Any
+) -> None:
+    put(open_store(Plain()))
+    other = open_store(Plain())
     key = conversation_key(ROOT, opening_of(MESSAGES))
     path = tmp_path / "bucket" / tier_of(other).objects.path(key)
     path.write_bytes(zlib.compress(json.dumps(content).encode()))
-    tier_of(other).fetch(wanted(plan=whole))
-    assert in_store(other) <= {node.key for node in NODES}
+    tier_of(other).fetch(wanted(plan=plan_whole))
+    assert keys_in_store(other) <= {node.key for node in NODES}
     put(other)
     assert Conversation.unpacked(path.read_bytes(), ROOT).chain == tuple(NODES)
 
 
-def test_options_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_url_scheme_or_missing_obstore_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match="cannot be used"):
         Objects("nothing://bucket")
     monkeypatch.setitem(__import__("sys").modules, "obstore", None)
@@ -678,7 +701,7 @@ def test_options_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "message"),
     [
         ("", "names no folder (is a variable unset?)"),
         ("  ", "names no folder (is a variable unset?)"),
@@ -689,30 +712,30 @@ def test_options_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("file:~nobody-of-that-name/x", "home directory"),
     ],
 )
-def test_a_place_that_is_no_folder_of_this_machine_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, said: str
+def test_url_that_names_no_local_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="give a folder, or a URL such as s3://") as told:
+    with pytest.raises(ConfigError, match="give a folder, or a URL such as s3://") as error:
         Objects(url)
-    assert said in str(told.value)
+    assert message in str(error.value)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_url_of_a_file_names_the_folder_that_it_says(tmp_path: Path) -> None:
+def test_file_url_is_decoded_to_a_folder(tmp_path: Path) -> None:
     folder = tmp_path / "a b#c"
     for url in (f"file://{tmp_path}/a%20b%23c", f"file://localhost{tmp_path}/a%20b%23c"):
         Objects(url).put("kvpersist/00/x", b"content")
         assert (folder / "kvpersist/00/x").read_bytes() == b"content"
 
 
-def test_of_a_bucket_only_own_names_are_listed_and_removed() -> None:
+def test_only_own_object_names_are_listed_and_deleted() -> None:
     objects = Objects("memory:///")
     own, foreign = f"kvpersist/ab/ab{'0' * 30}", f"kvpersist/ab/ab{'0' * 30}.tmp"
     others = [foreign, f"kvpersist/AB/AB{'0' * 30}", "kvpersist/index.sqlite", f"ab/ab{'0' * 30}"]
     for name in (own, *others):
         objects.put(name, b"content")
-    assert [one.name for one in objects.list()] == [own]
+    assert [item.name for item in objects.list()] == [own]
     objects.delete([own, *others])
     assert not list(objects.list())
     for name in others:
@@ -728,13 +751,13 @@ FOREIGN: dict[str, Callable[[Path, Path], object]] = {
 
 
 @pytest.mark.parametrize("put_foreign", FOREIGN.values(), ids=list(FOREIGN))
-def test_what_is_foreign_in_the_place_of_an_object_stays_and_is_a_miss(
-    opened: Open, tmp_path: Path, put_foreign: Callable[[Path, Path], object]
+def test_foreign_file_at_the_path_of_an_object_stays_and_is_a_miss(
+    open_store: OpenStore, tmp_path: Path, put_foreign: Callable[[Path, Path], object]
 ) -> None:
-    """A pipe is not waited for, either."""
-    put(opened())
+    """A read does not wait for a pipe, either."""
+    put(open_store())
     (tmp_path / "letter").write_bytes(b"letter")
-    other = opened()
+    other = open_store()
     path = tmp_path / "bucket" / tier_of(other).objects.path(NODES[0].key)
     path.unlink()
     put_foreign(path, tmp_path)
@@ -746,19 +769,19 @@ def test_what_is_foreign_in_the_place_of_an_object_stays_and_is_a_miss(
     assert counts(other)["not_written"] == 1 and tier_of(other).stats()["waiting"] == 0
 
 
-def test_nothing_is_put_behind_a_link(
-    opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_no_object_is_put_through_a_link(
+    open_store: OpenStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
-    store = opened()
+    store = open_store()
     (tmp_path / "bucket" / "kvpersist").symlink_to(tmp_path / "elsewhere")
     put(store)
     assert not list((tmp_path / "elsewhere").iterdir()) and not counts(store)["written"]
     assert "is reached through a link or is not" in caplog.text
 
 
-class Faulty(Hampered):
-    """Objects of which one cannot be put."""
+class RefusingObjects(UnreliableObjects):
+    """Objects, one of which cannot be put."""
 
     bad = ""
     n_tried = 0
@@ -771,31 +794,34 @@ class Faulty(Hampered):
 
 
 @pytest.mark.parametrize("bad", range(5), ids=[*(f"block {n}" for n in range(4)), "conversation"])
-def test_an_object_that_cannot_be_put_is_left_out_and_keeps_no_other_one_waiting(
-    opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture, bad: int
+def test_object_that_cannot_be_put_does_not_block_other_objects(
+    open_store: OpenStore, tmp_path: Path, caplog: pytest.LogCaptureFixture, bad: int
 ) -> None:
-    store = opened(objects=(faulty := Faulty(tmp_path / "bucket")))
+    store = open_store(objects=(refusing := RefusingObjects(tmp_path / "bucket")))
     keys = [*(node.key for node in NODES), conversation_key(ROOT, opening_of(MESSAGES))]
-    faulty.bad = tier_of(store).objects.path(keys[bad])
+    refusing.bad = tier_of(store).objects.path(keys[bad])
     put(store)
     put(store, chain([8] * 256))
     stats = tier_of(store).stats()
     assert stats["waiting"] == 0 and stats["failed_with"] == ""
     assert len(objects_in(tmp_path)) >= 5
-    assert faulty.n_tried % shared.MOST_ATTEMPTS == 0 and stats["not_written"] >= 1
-    said = [record.getMessage() for record in caplog.records]
-    assert said == ["kvpersist: an object cannot be put into the shared store: 403 Forbidden"]
+    assert refusing.n_tried % shared.MOST_ATTEMPTS == 0 and stats["not_written"] >= 1
+    logged = [record.getMessage() for record in caplog.records]
+    assert logged == ["kvpersist: an object cannot be put into the shared store: 403 Forbidden"]
 
 
-def test_nothing_is_left_out_while_a_store_does_not_answer(
-    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_no_object_is_dropped_while_the_store_does_not_answer(
+    open_store: OpenStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(shared, "PROBE_S", 0.01)
-    dead = Hampered(tmp_path / "bucket")
+    dead = UnreliableObjects(tmp_path / "bucket")
     dead.fails = OSError("connection refused")
-    store = opened(objects=dead)
+    store = open_store(objects=dead)
     save_turn(store, NODES, "s", messages=MESSAGES)
-    # Each attempt is counted, and one is said.
+    # Each attempt is counted, and only the first is logged.
     wait_until(lambda: sum(store.stats()["failed"].values()) >= 20, "attempts")
     assert tier_of(store).stats()["waiting"] == 5 and counts(store)["not_written"] == 0
     assert len(caplog.records) == len(store.stats()["failed"]) == 1
@@ -804,53 +830,53 @@ def test_nothing_is_left_out_while_a_store_does_not_answer(
     assert counts(store)["written"] == 6
 
 
-class Hanging(Hampered):
+class HangingObjects(UnreliableObjects):
     """Objects of a folder that hangs, as NFS can: an operation does not return."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(folder)
         self._monkeypatch = monkeypatch
-        self.goes_on = threading.Event()
-        self.go_on()
+        self.may_answer = threading.Event()
+        self.answer()
         self.hangs_at: str | None = None
-        """The one name that hangs; None: all do."""
+        """The name of the object that hangs; None: all objects hang."""
 
     def hang(self, answer_s: float = 0.05) -> None:
-        """Answer nothing from now on; a store waits `answer_s` for an answer."""
+        """Stop answering; a store waits `answer_s` for an answer."""
         self._monkeypatch.setattr("mlx_lm_kvpersist.store.objects.ANSWER_S", answer_s)
-        self.goes_on.clear()
+        self.may_answer.clear()
 
-    def go_on(self) -> None:
-        """Answer; the machine may be busy with other work."""
+    def answer(self) -> None:
+        """Answer again; stores wait longer, because the machine may be busy."""
         self._monkeypatch.setattr("mlx_lm_kvpersist.store.objects.ANSWER_S", 60.0)
-        self.goes_on.set()
+        self.may_answer.set()
 
     def _wait(self, n_bytes: int) -> None:
         super()._wait(n_bytes)
         if self.hangs_at is None:
-            self.goes_on.wait()
+            self.may_answer.wait()
 
     def put(self, name: str, content: bytes) -> None:
         if name == self.hangs_at:
-            self.goes_on.wait()
+            self.may_answer.wait()
         super().put(name, content)
 
     def open(self) -> None:
-        self.goes_on.wait()
+        self.may_answer.wait()
         super().open()
 
     def list(self) -> Iterator[ListedObject]:
-        self.goes_on.wait()
+        self.may_answer.wait()
         return super().list()
 
 
 @pytest.fixture
-def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
+def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingObjects]:
     monkeypatch.setattr(shared, "PROBE_S", 0.02)
     monkeypatch.setattr(shared, "CLOSING_S", 0.1)
-    objects = Hanging(tmp_path / "bucket", monkeypatch)
+    objects = HangingObjects(tmp_path / "bucket", monkeypatch)
     yield objects
-    objects.goes_on.set()
+    objects.may_answer.set()
 
 
 def wait_for_attempts(store: BlockStore, n: int) -> None:
@@ -871,79 +897,81 @@ def check_close(store: BlockStore) -> None:
     assert not closing_thread.is_alive()
 
 
-def hang(store: BlockStore, how: str) -> None:
+def hang(store: BlockStore, operation: str) -> None:
     """Begin an operation that does not end."""
-    if how == "get":
+    if operation == "get":
         tier_of(store).fetch(wanted())
     else:
         save_turn(store, NODES, "s", messages=MESSAGES)
 
 
 @pytest.mark.parametrize("max_bytes", [None, 1 << 30], ids=["", "size"])
-@pytest.mark.parametrize("how", ["get", "put"])
-def test_a_folder_that_hangs_is_noticed_said_once_and_delays_no_shutdown(
-    opened: Open,
-    hanging: Hanging,
+@pytest.mark.parametrize("operation", ["get", "put"])
+def test_hanging_folder_is_logged_once_and_does_not_delay_shutdown(
+    open_store: OpenStore,
+    hanging: HangingObjects,
     caplog: pytest.LogCaptureFixture,
-    how: str,
+    operation: str,
     max_bytes: int | None,
 ) -> None:
     assert ANSWER_S < 10
-    put(opened())
-    store = opened(objects=hanging, max_bytes=max_bytes)
+    put(open_store())
+    store = open_store(objects=hanging, max_bytes=max_bytes)
     hanging.hang()
-    hang(store, how)
-    wait_until(lambda: bool(tier_of(store).stats()["failed_with"]), "it is noticed")
+    hang(store, operation)
+    wait_until(lambda: bool(tier_of(store).stats()["failed_with"]), "the failure is noticed")
     n_threads = threading.active_count()
     for _ in range(20):
         assert "has not answered" in tier_of(store).fetch(wanted())
     wait_for_attempts(store, 3)
     assert threading.active_count() <= n_threads
-    said = [r.getMessage() for r in caplog.records if "shared store" in r.getMessage()]
-    assert len([one for one in said if "has not answered" in one]) == 1
+    logged = [r.getMessage() for r in caplog.records if "shared store" in r.getMessage()]
+    assert len([line for line in logged if "has not answered" in line]) == 1
     check_close(store)
 
 
-def test_a_folder_that_has_just_begun_to_hang_delays_no_shutdown_either(
-    opened: Open, hanging: Hanging
+def test_folder_that_has_just_begun_to_hang_does_not_delay_shutdown(
+    open_store: OpenStore, hanging: HangingObjects
 ) -> None:
-    store = opened(objects=hanging)
+    store = open_store(objects=hanging)
     hanging.hang(answer_s=300.0)
     hang(store, "put")
     check_close(store)
 
 
-def test_a_folder_that_hangs_at_the_start_is_said_once_and_used_when_it_answers(
-    opened: Open, hanging: Hanging, caplog: pytest.LogCaptureFixture
+def test_folder_that_hangs_at_the_start_is_used_when_it_answers(
+    open_store: OpenStore, hanging: HangingObjects, caplog: pytest.LogCaptureFixture
 ) -> None:
-    put(opened())
+    put(open_store())
     hanging.hang()
-    store = opened(objects=hanging)
+    store = open_store(objects=hanging)
     for _ in range(20):
         assert "is not used now" in tier_of(store).fetch(wanted())
     wait_for_attempts(store, 3)
-    said = [r.getMessage() for r in caplog.records if "shared store" in r.getMessage()]
-    assert said == [
+    logged = [r.getMessage() for r in caplog.records if "shared store" in r.getMessage()]
+    assert logged == [
         "kvpersist: the shared store cannot be read: it does not answer; serving continues"
     ]
-    hanging.go_on()
+    hanging.answer()
     wait_until(lambda: not tier_of(store).stats()["failed_with"], "it answers")
-    assert tier_of(store).fetch(wanted()) == "" and in_store(store)
+    assert tier_of(store).fetch(wanted()) == "" and keys_in_store(store)
 
 
-def test_a_folder_that_hung_is_used_again(opened: Open, hanging: Hanging) -> None:
-    store = opened(objects=hanging)
+def test_folder_that_hung_is_used_again(open_store: OpenStore, hanging: HangingObjects) -> None:
+    store = open_store(objects=hanging)
     hanging.hang()
     hang(store, "put")
-    wait_until(lambda: bool(tier_of(store).stats()["failed_with"]), "it is noticed")
-    hanging.go_on()
+    wait_until(lambda: bool(tier_of(store).stats()["failed_with"]), "the failure is noticed")
+    hanging.answer()
     wait_until(lambda: not tier_of(store).stats()["waiting"], "all is put")
     assert tier_of(store).stats()["failed_with"] == "" and counts(store)["not_written"] == 0
-    assert tier_of(opened()).fetch(wanted()) == ""
+    assert tier_of(open_store()).fetch(wanted()) == ""
 
 
-def test_an_object_that_hangs_keeps_no_other_one_waiting(opened: Open, hanging: Hanging) -> None:
-    store = opened(objects=hanging)
+def test_hanging_object_does_not_block_other_objects(
+    open_store: OpenStore, hanging: HangingObjects
+) -> None:
+    store = open_store(objects=hanging)
     hanging.hangs_at = tier_of(store).objects.path(NODES[1].key)
     hanging.hang(answer_s=0.5)
     save_turn(store, NODES, "s", messages=MESSAGES)
@@ -951,8 +979,8 @@ def test_an_object_that_hangs_keeps_no_other_one_waiting(opened: Open, hanging: 
     assert counts(store)["not_written"] == 1 and tier_of(store).stats()["failed_with"] == ""
 
 
-def test_nothing_is_put_where_a_share_was_mounted(
-    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_no_object_is_put_while_the_share_is_unmounted(
+    open_store: OpenStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     share, mounted = tmp_path.resolve() / "share", [True]
     is_mount = Path.is_mount
@@ -960,13 +988,15 @@ def test_nothing_is_put_where_a_share_was_mounted(
         Path, "is_mount", lambda path: mounted[0] if path == share else is_mount(path)
     )
     monkeypatch.setattr(shared, "PROBE_S", 0.05)
-    store = opened(objects=Objects(str(share / "kv")))
+    store = open_store(objects=Objects(str(share / "kv")))
     put(store, NODES[:1])
     mounted[0] = False
     shutil.rmtree(share / "kv")
     save_turn(store, NODES, "s", messages=MESSAGES)
     reason = f"{share} is no longer mounted"
-    wait_until(lambda: reason in (tier_of(store).stats()["failed_with"] or ""), "it is noticed")
+    wait_until(
+        lambda: reason in (tier_of(store).stats()["failed_with"] or ""), "the failure is noticed"
+    )
     assert reason in tier_of(store).fetch(wanted()) and not (share / "kv").exists()
     mounted[0] = True
     stats = tier_of(store).stats
@@ -974,13 +1004,13 @@ def test_nothing_is_put_where_a_share_was_mounted(
     assert (share / "kv").exists()
 
 
-def test_a_damaged_object_is_one_line_of_many(
-    opened: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_damaged_objects_are_logged_once_and_counted(
+    open_store: OpenStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    put(opened())
+    put(open_store())
     for path in objects_in(tmp_path):
         path.write_bytes(b"damaged")
-    other = opened()
+    other = open_store()
     for _ in range(3):
         tier_of(other).fetch(wanted())
     assert len(caplog.records) == 1 and "has a damaged object" in caplog.text
@@ -989,11 +1019,11 @@ def test_a_damaged_object_is_one_line_of_many(
     assert counts(other)["refused"] > 3
 
 
-def test_what_is_remembered_of_objects_is_bounded(
-    opened: Open, monkeypatch: pytest.MonkeyPatch
+def test_records_of_seen_and_bad_objects_are_bounded(
+    open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_objects, "_MAX_KEYS", 10)
-    objects = tier_of(opened()).objects
+    objects = tier_of(open_store()).objects
     for n in range(100):
         objects.saw(n.to_bytes(16, "big"))
         objects.forget((1000 + n).to_bytes(16, "big"), is_bad=True)
@@ -1002,19 +1032,19 @@ def test_what_is_remembered_of_objects_is_bounded(
 
 
 @pytest.mark.parametrize("seconds", [2 * 86400.0, -3600.0], ids=["slept", "set back"])
-def test_an_object_is_asked_for_again_after_a_sleep(
-    opened: Open, monkeypatch: pytest.MonkeyPatch, seconds: float
+def test_object_is_checked_again_after_the_system_clock_jumps(
+    open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
-    """The monotonic clock of a Mac stands still in its sleep, and other servers remove objects."""
-    objects, now_s = tier_of(opened()).objects, time.time()
+    """A Mac's monotonic clock stops during sleep, while other servers may remove objects."""
+    objects, now_s = tier_of(open_store()).objects, time.time()
     objects.saw(bytes(16))
     assert objects.is_seen(bytes(16))
     monkeypatch.setattr(time, "time", lambda: now_s + seconds)
     assert not objects.is_seen(bytes(16)) and objects.lacks(bytes(16))
 
 
-def test_what_a_killed_server_left_in_a_shared_folder_is_pruned(tmp_path: Path) -> None:
-    """obstore writes NAME#1 and renames it; a kill leaves that file, which counts as nobody's."""
+def test_temporary_file_of_a_killed_server_is_pruned(tmp_path: Path) -> None:
+    """obstore writes NAME#1 and then renames it; a kill leaves this file, which is no object."""
     bucket = tmp_path / "bucket"
     url = str(bucket)
     code = (
@@ -1038,8 +1068,8 @@ def test_what_a_killed_server_left_in_a_shared_folder_is_pruned(tmp_path: Path) 
     assert not any(bucket.rglob("*#*"))
 
 
-def test_a_conversation_that_is_put_can_be_read() -> None:
-    """256 replies of 18,000 tokens: their JSON is longer than what readers accept."""
+def test_conversation_with_too_many_replies_is_packed_with_the_newest() -> None:
+    """The JSON of 256 replies of 18,000 tokens is longer than readers accept."""
     ids = json.dumps(list(range(100_000, 118_000))).encode()
     replies = {n.to_bytes(16, "big"): ids for n in range(256)}
     packed = Conversation(tuple(NODES), (), replies).packed()
@@ -1048,7 +1078,9 @@ def test_a_conversation_that_is_put_can_be_read() -> None:
     assert unpacked.replies and list(unpacked.replies) == list(replies)[-len(unpacked.replies) :]
 
 
-def test_a_conversation_that_no_reader_accepts_is_not_put(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversation_that_no_reader_accepts_cannot_be_packed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(shared_objects, "MAX_BYTES", 1000)
     with pytest.raises(StoreError, match="too long"):
         Conversation(tuple(NODES)).packed()

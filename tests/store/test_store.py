@@ -34,7 +34,9 @@ def test_blocks_are_read_after_the_store_is_reopened(store: BlockStore) -> None:
     again = reopened(store)
     assert again.children(ROOT.key) == [nodes[0]]
     assert again.children(nodes[0].key) == [nodes[1]]
-    assert [x.leaf for x in again.index.sessions() if x.name == "s"] == [nodes[1].key]
+    assert [session.leaf for session in again.index.sessions() if session.name == "s"] == [
+        nodes[1].key
+    ]
     for node in nodes:
         loaded = again.reader.load(node, ROOT)
         assert loaded is not None and loaded.tier == "disk"
@@ -92,11 +94,13 @@ def test_session_ends_at_the_leaf_of_its_last_turn(store: BlockStore) -> None:
     save_turn(store, chain([1], [2]), "s")
     longer = chain([1], [2], [3])
     save_turn(store, longer, "s")
-    assert [x.leaf for x in store.index.sessions() if x.name == "s"] == [longer[-1].key]
+    assert [session.leaf for session in store.index.sessions() if session.name == "s"] == [
+        longer[-1].key
+    ]
     # A branch adds a second session; the first session stays.
     branch = chain([1], [9])
     save_turn(store, branch, "s")
-    assert set([x.leaf for x in store.index.sessions() if x.name == "s"]) == {
+    assert set([session.leaf for session in store.index.sessions() if session.name == "s"]) == {
         longer[-1].key,
         branch[-1].key,
     }
@@ -109,7 +113,9 @@ def test_longer_block_replaces_the_tail_that_it_contains(store: BlockStore) -> N
     save_turn(store, longer, "s", replaced=((tail.key, longer[1].key),))
     assert tail.key not in store
     assert not block_path(store.folder, tail.key).exists()
-    assert [(x.leaf, x.n_tokens) for x in store.index.sessions()] == [(longer[1].key, 4)]
+    assert [(session.leaf, session.n_tokens) for session in store.index.sessions()] == [
+        (longer[1].key, 4)
+    ]
 
 
 @pytest.mark.parametrize("pinned", [False, True])
@@ -201,7 +207,7 @@ def test_commit_without_a_leaf_makes_no_session(store: BlockStore) -> None:
     store.commit(Commit(ROOT, tuple(nodes)), [(node, arrays_of(node)) for node in nodes])
     store.drain()
     assert store.index.totals().n_blocks == 2
-    assert [x.leaf for x in store.index.sessions() if x.name == "s"] == []
+    assert [session.leaf for session in store.index.sessions() if session.name == "s"] == []
 
 
 def test_failed_write_commits_nothing(store: BlockStore, caplog: pytest.LogCaptureFixture) -> None:
@@ -209,7 +215,7 @@ def test_failed_write_commits_nothing(store: BlockStore, caplog: pytest.LogCaptu
     (store.folder / "blocks").write_text("in the way")
     save_turn(store, nodes, "s")
     assert store.index.totals().n_blocks == 0
-    assert [x.leaf for x in store.index.sessions() if x.name == "s"] == []
+    assert [session.leaf for session in store.index.sessions() if session.name == "s"] == []
     assert "cannot save a turn" in caplog.text
     # Unwritten blocks are still served from RAM, and are evicted when RAM is needed.
     block = store.pool.get(nodes[0].key)

@@ -43,7 +43,7 @@ def add(store: BlockStore, session_id: str, blocks: Sequence[Record], used: floa
 
 
 def add_five_sessions(store: BlockStore) -> list[Block]:
-    """Add sessions: four share two blocks, and two of these are alike; return the shared blocks."""
+    """Add sessions, of which four share two blocks and two are equal; return the shared blocks."""
     trunk = chain([1], [2])
     longer, other = chain([1], [2], [3], [4]), chain([1], [2], [5, 6])
     add(store, "trunk", trunk)
@@ -78,8 +78,8 @@ def test_sessions_can_be_sorted_by_size(store: BlockStore) -> None:
         sizes += [session["bytes"] for session in answer["sessions"]]
         assert answer["total"] == SHOWN + 10
     assert sizes == sorted(sizes, reverse=True) and len(sizes) == SHOWN + 10
-    found = sessions.describe("s0", by_size=True)
-    assert found["total"] == 10 and found["sessions"][0]["id"] == "s06"
+    matches = sessions.describe("s0", by_size=True)
+    assert matches["total"] == 10 and matches["sessions"][0]["id"] == "s06"
     add(store, "large", chain(*([9000 + i] for i in range(9))))  # the order is updated
     assert sessions.describe(by_size=True)["sessions"][0]["id"] == "large"
 
@@ -98,11 +98,11 @@ def test_selection_reports_the_bytes_that_deleting_it_frees(store: BlockStore) -
         (["apart", "no-such"], 10),
         ([], 0),
     ):
-        found = sessions.select(chosen)
-        assert found["disk_bytes"] == n_bytes, chosen
-        assert set(found["ids"]) == set(chosen) & everything
-    found = sessions.select(find="")
-    assert set(found["ids"]) == everything and found["disk_bytes"] == 70
+        selection = sessions.select(chosen)
+        assert selection["disk_bytes"] == n_bytes, chosen
+        assert set(selection["ids"]) == set(chosen) & everything
+    selection = sessions.select(find="")
+    assert set(selection["ids"]) == everything and selection["disk_bytes"] == 70
     assert set(sessions.select(find="T")["ids"]) == {"trunk", "other", "twin", "apart"}
     store.index.state.add_note("longer", words="parser")
     assert sessions.select(find="parser")["ids"] == []
@@ -145,9 +145,9 @@ def test_selection_may_exceed_the_sessions_of_one_query(store: BlockStore) -> No
         for n, (_, block) in enumerate(blocks):
             session = Session(f"s{n}", ROOT.key, None, block.key, block.stop, False, 1.0, 1.0)
             store.index.put_session(session)
-    found = StoredSessions(store).select(find="")
-    assert len(found["ids"]) == 1200 and found["disk_bytes"] == 12_010
-    assert StoredSessions(store).select(found["ids"][1:])["disk_bytes"] == 11_990
+    selection = StoredSessions(store).select(find="")
+    assert len(selection["ids"]) == 1200 and selection["disk_bytes"] == 12_010
+    assert StoredSessions(store).select(selection["ids"][1:])["disk_bytes"] == 11_990
 
 
 def test_described_sessions_are_paged_and_follow_the_store(store: BlockStore) -> None:

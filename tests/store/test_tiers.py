@@ -1,4 +1,4 @@
-"""Another tier below the disk: found, read, stored, removed and counted like the disk."""
+"""A tier below the disk: lookups, reads, writes, removals and metrics include it."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Shared:
         return [block for block in blocks if block.parent == parent][:limit]
 
     def branches(self, path: Mapping[bytes, bytes]) -> set[bytes]:
-        children = {key: {one.key for one in self.children(key)} for key in path}
+        children = {key: {child.key for child in self.children(key)} for key in path}
         return {key for key, child in path.items() if children[key] - {child}}
 
     def checkpoints(self, blocks: Sequence[bytes]) -> Iterable[Checkpoint]:
-        found = (block for block, _ in self.held.values() if isinstance(block, Checkpoint))
-        return [one for one in found if one.block in blocks]
+        checkpoints = (record for record, _ in self.held.values() if isinstance(record, Checkpoint))
+        return [checkpoint for checkpoint in checkpoints if checkpoint.block in blocks]
 
     def __contains__(self, key: bytes) -> bool:
         return key in self.held
@@ -89,45 +89,47 @@ def store(tmp_path: Path, limits: StoreLimits, shared: Shared) -> Iterator[Block
     store.close()
 
 
-def hold(shared: Shared, nodes: Sequence[Block]) -> None:
+def add_blocks(shared: Shared, nodes: Sequence[Block]) -> None:
     shared.held.update((node.key, (node, arrays_of(node))) for node in nodes)
 
 
-def test_what_only_a_third_tier_has_is_found_and_read(store: BlockStore, shared: Shared) -> None:
+def test_records_only_in_the_third_tier_are_found_and_read(
+    store: BlockStore, shared: Shared
+) -> None:
     save_turn(store, NODES[:1], "s")
     store.pool.clear()
     shared.held.clear()
-    hold(shared, NODES[1:])
+    add_blocks(shared, NODES[1:])
     shared.held[state(NODES[2]).key] = state(NODES[2]), arrays_of_checkpoint(state(NODES[2]))
     assert store.children(NODES[0].key) == [NODES[1]] and NODES[2].key in store
     assert store.checkpoints([NODES[2].key]) == {NODES[2].key: [state(NODES[2])]}
     assert [store.tier_of(node.key) for node in NODES] == ["disk", "shared", "shared"]
     loaded = list(store.reader.load_all(NODES, ROOT))
-    assert [one and one.tier for one in loaded] == ["disk", "shared", "shared"]
-    for node, one in zip(NODES[1:], loaded[1:], strict=True):
+    assert [entry and entry.tier for entry in loaded] == ["disk", "shared", "shared"]
+    for node, entry in zip(NODES[1:], loaded[1:], strict=True):
         expected = shared.held[node.key][1]
-        assert one is not None
-        assert all(mx.array_equal(one.arrays[name], array) for name, array in expected.items())
+        assert entry is not None
+        assert all(mx.array_equal(entry.arrays[name], array) for name, array in expected.items())
     assert [store.tier_of(node.key) for node in NODES] == ["ram"] * 3
 
 
-def test_a_branch_of_a_third_tier_is_found_beside_one_in_ram(
+def test_branch_in_the_third_tier_is_found_beside_a_branch_in_ram(
     store: BlockStore, shared: Shared
 ) -> None:
     save_turn(store, NODES, "s")
     (other,) = chain([7, 8], parent=NODES[0].key)
-    hold(shared, [other])
+    add_blocks(shared, [other])
     source = store.ram_first(ROOT.key, "".join(node.text for node in NODES))
-    assert {one.key for one in source.children(NODES[0].key)} == {NODES[1].key, other.key}
+    assert {block.key for block in source.children(NODES[0].key)} == {NODES[1].key, other.key}
 
 
-def test_a_commit_is_written_to_every_tier(store: BlockStore, shared: Shared) -> None:
+def test_commit_is_written_to_every_tier(store: BlockStore, shared: Shared) -> None:
     save_turn(store, NODES, "s", [state(NODES[2])])
     keys = {*(node.key for node in NODES), state(NODES[2]).key}
     assert shared.held.keys() == keys and store.index.keys() | {state(NODES[2]).key} == keys
 
 
-def test_turns_are_saved_although_another_tier_refuses_them(
+def test_turns_are_saved_on_disk_if_another_tier_fails(
     store: BlockStore, shared: Shared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns = chain([1]), chain([2])
@@ -142,7 +144,7 @@ def test_turns_are_saved_although_another_tier_refuses_them(
         assert entry is not None and entry.is_stored and not entry.pins
 
 
-def test_a_damaged_block_is_taken_from_the_next_tier(store: BlockStore, shared: Shared) -> None:
+def test_damaged_block_is_read_from_the_next_tier(store: BlockStore, shared: Shared) -> None:
     save_turn(store, NODES[:1], "s")
     store.pool.clear()
     path = next((store.folder / "blocks").glob("*/*"))
@@ -153,14 +155,14 @@ def test_a_damaged_block_is_taken_from_the_next_tier(store: BlockStore, shared: 
     assert NODES[0].key not in store.index and NODES[0].key in shared
 
 
-def test_what_a_tier_has_damaged_is_forgotten_there(store: BlockStore, shared: Shared) -> None:
-    hold(shared, NODES[:1])
+def test_damaged_block_is_removed_from_its_tier(store: BlockStore, shared: Shared) -> None:
+    add_blocks(shared, NODES[:1])
     shared.is_damaged = True
     assert store.reader.load(NODES[0], ROOT) is None
     assert not shared.held and store.blocks_quarantined == 1
 
 
-def test_a_block_that_does_not_fit_goes_from_all_tiers(store: BlockStore, shared: Shared) -> None:
+def test_lost_block_is_removed_from_all_tiers(store: BlockStore, shared: Shared) -> None:
     save_turn(store, NODES, "s")
     store.lose(NODES[2], "does not fit")
     store.drain()
@@ -181,16 +183,16 @@ class ReadOnly(Shared):
 
 @pytest.mark.parametrize("n_on_disk", [0, 1])
 @pytest.mark.parametrize("n_in_ram", [0, 1, 2])
-def test_a_turn_after_blocks_of_a_read_only_tier_is_saved_with_them(
+def test_turn_is_saved_with_its_earlier_blocks_of_a_read_only_tier(
     tmp_path: Path,
     limits: StoreLimits,
     n_in_ram: int,
     n_on_disk: int,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A commit has its new blocks alone; RAM may have lost the blocks that were restored."""
+    """A commit contains only its new blocks; RAM may have evicted the restored blocks."""
     tier = ReadOnly()
-    hold(tier, NODES[:2])
+    add_blocks(tier, NODES[:2])
     folder = tmp_path / "store"
     with closing(BlockStore(folder, limits)) as store:
         store.add(tier)

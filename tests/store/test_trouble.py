@@ -1,4 +1,4 @@
-"""The difference between damage and a moment's trouble; how a damaged file is replaced."""
+"""Temporary errors are not damage; a damaged file is quarantined and replaced."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from .conftest import ROOT, chain, leaves, save_turn, state
 
 NODES = chain([1], [2])
 CHECKPOINT = state(NODES[1])
-WHATS: list[Record] = [*NODES, CHECKPOINT]
+RECORDS: list[Record] = [*NODES, CHECKPOINT]
 
 
 @pytest.fixture
@@ -65,8 +65,8 @@ def no_descriptors() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def opening(code: int) -> Callable[[], AbstractContextManager[None]]:
-    """Make it fail to open blocks and checkpoints for reading."""
+def failing_open(code: int) -> Callable[[], AbstractContextManager[None]]:
+    """Return a context manager that makes blocks and checkpoints fail to open for reading."""
     real = os.open
 
     def fail(path: Any, flags: int, *args: Any, **options: Any) -> int:
@@ -83,8 +83,8 @@ def opening(code: int) -> Callable[[], AbstractContextManager[None]]:
     return trouble
 
 
-def loading(error: Exception) -> Callable[[], AbstractContextManager[None]]:
-    """Let MLX's loader fail."""
+def failing_load(error: Exception) -> Callable[[], AbstractContextManager[None]]:
+    """Return a context manager that makes MLX's loader fail."""
 
     def fail(*args: object, **options: object) -> None:
         raise error
@@ -100,12 +100,12 @@ def loading(error: Exception) -> Callable[[], AbstractContextManager[None]]:
 
 TROUBLES = {
     "EMFILE": no_descriptors,
-    "EACCES": opening(errno.EACCES),
-    "EIO": opening(errno.EIO),
-    "ENOMEM": opening(errno.ENOMEM),
-    "loader": loading(RuntimeError("[load_safetensors] Failed to open file")),
-    "read": loading(RuntimeError("[read] Unable to read 100 bytes from file.")),
-    "memory": loading(MemoryError()),
+    "EACCES": failing_open(errno.EACCES),
+    "EIO": failing_open(errno.EIO),
+    "ENOMEM": failing_open(errno.ENOMEM),
+    "loader": failing_load(RuntimeError("[load_safetensors] Failed to open file")),
+    "read": failing_load(RuntimeError("[read] Unable to read 100 bytes from file.")),
+    "memory": failing_load(MemoryError()),
 }
 
 
@@ -118,27 +118,27 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", TROUBLES)
-def test_a_moment_of_trouble_damages_nothing(stored: BlockStore, name: str) -> None:
+def test_temporary_read_errors_change_no_file_or_row(stored: BlockStore, name: str) -> None:
     before = files_of(stored.folder)
     stored.drain()
     with TROUBLES[name]():
-        for what in WHATS:
-            assert stored.reader.load(what, ROOT) is None
+        for record in RECORDS:
+            assert stored.reader.load(record, ROOT) is None
         assert list(stored.reader.load_all(NODES, ROOT)) == [None, None]
-        ahead = stored.reader.prefetch([(node, 1) for node in NODES], ROOT)
-        wait_until(lambda: bool(ahead.finished), "what is read ahead")
-        ahead.release()
+        prefetch = stored.reader.prefetch([(node, 1) for node in NODES], ROOT)
+        wait_until(lambda: bool(prefetch.finished), "the prefetch")
+        prefetch.release()
     stored.drain()
     assert stored.blocks_quarantined == 0
     assert files_of(stored.folder) == before
     assert stored.children(ROOT.key) == [NODES[0]] and NODES[1].key in stored
     (session,) = stored.index.sessions()
     assert session.pinned and session.leaf == NODES[1].key
-    for what in WHATS:  # without any other save or open
-        assert stored.reader.load(what, ROOT) is not None
+    for record in RECORDS:  # no other save or open is needed
+        assert stored.reader.load(record, ROOT) is not None
 
 
-def test_trouble_that_comes_and_goes_is_mentioned_once(
+def test_repeated_read_errors_are_logged_once(
     stored: BlockStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
@@ -154,7 +154,7 @@ def test_trouble_that_comes_and_goes_is_mentioned_once(
     assert stored.stats()["failed"]["… cannot be read now: …"] > 2
 
 
-def test_a_file_that_is_back_keeps_its_row(stored: BlockStore) -> None:
+def test_file_that_reappears_keeps_its_index_row(stored: BlockStore) -> None:
     path = block_path(stored.folder, NODES[1].key)
     with writer_held(stored):
         path.rename(path.with_name("away"))
@@ -165,27 +165,27 @@ def test_a_file_that_is_back_keeps_its_row(stored: BlockStore) -> None:
     assert len(stored.index.sessions()) == 1
 
 
-def test_a_file_that_is_gone_loses_its_row(stored: BlockStore) -> None:
+def test_missing_file_loses_its_index_row(stored: BlockStore) -> None:
     block_path(stored.folder, NODES[1].key).unlink()
     assert stored.reader.load(NODES[1], ROOT) is None
     stored.drain()
     assert NODES[1].key not in stored.index
 
 
-def test_verify_tells_trouble_from_damage(
+def test_verify_reports_read_errors_as_unreadable_not_corrupt(
     stored: BlockStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = files_of(stored.folder)
     with TROUBLES["EACCES"]():
         for fix in ([], ["--fix"]):
-            at = ["--kvpersist-dir", str(stored.folder)]
-            assert cli.main(["store", "verify", *at, *fix]) == 1
-            said = capsys.readouterr().out
-            assert said.count("unreadable") == 3 and "corrupt" not in said
+            options = ["--kvpersist-dir", str(stored.folder)]
+            assert cli.main(["store", "verify", *options, *fix]) == 1
+            output = capsys.readouterr().out
+            assert output.count("unreadable") == 3 and "corrupt" not in output
     assert files_of(stored.folder) == before and stored.index.totals().n_blocks == 2
 
 
-def test_a_rebuild_that_cannot_read_a_file_changes_nothing(stored: BlockStore) -> None:
+def test_rebuild_that_cannot_read_a_file_changes_nothing(stored: BlockStore) -> None:
     with TROUBLES["EIO"](), pytest.raises(OSError, match="Input/output error"):
         rebuild_index(OwnFiles(stored.folder))
     assert stored.index.totals().n_blocks == 2 and stored.disk.sweep() == 0
@@ -199,7 +199,7 @@ def damage(store: BlockStore, key: bytes) -> None:
     path.write_bytes(content)
 
 
-def test_damage_is_still_damage(stored: BlockStore) -> None:
+def test_damaged_block_is_quarantined(stored: BlockStore) -> None:
     damage(stored, NODES[1].key)
     assert stored.reader.load(NODES[1], ROOT) is None
     stored.drain()
@@ -208,10 +208,10 @@ def test_damage_is_still_damage(stored: BlockStore) -> None:
     assert len(list((stored.folder / "quarantine").iterdir())) == 2
 
 
-def test_a_block_computed_again_replaces_the_damaged_file(
+def test_block_computed_again_replaces_the_damaged_file(
     stored: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At once, also if it could not be moved to quarantine."""
+    """The file is replaced at once, even if it could not be moved to quarantine."""
     node = NODES[1]
     damage(stored, node.key)
 
@@ -232,7 +232,7 @@ def test_a_block_computed_again_replaces_the_damaged_file(
     assert node.key in stored and stored.reader.load(node, ROOT) is not None
 
 
-def test_what_was_written_anew_does_not_go_to_quarantine(stored: BlockStore) -> None:
+def test_block_written_again_is_not_quarantined(stored: BlockStore) -> None:
     """The turn was saved between the failed check and the move to quarantine."""
     node = NODES[1]
     damage(stored, node.key)
@@ -248,7 +248,7 @@ def test_what_was_written_anew_does_not_go_to_quarantine(stored: BlockStore) -> 
     assert not (stored.folder / "quarantine").exists()
 
 
-def test_d_a_failure_that_comes_and_goes_is_logged_once_an_hour(
+def test_recurring_failure_is_logged_once_an_hour(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*args: object, **options: object) -> None:
@@ -263,13 +263,14 @@ def test_d_a_failure_that_comes_and_goes_is_logged_once_an_hour(
             for number in range(3):
                 save_turn(store, chain([n_failures], [number]))
         assert len(store._failures) == 1
-        said = [r for r in caplog.records if "cannot save a turn" in r.getMessage()]
+        logged = [r for r in caplog.records if "cannot save a turn" in r.getMessage()]
         assert (
-            len(said) == n_lines and store.stats()["failed"]["save a turn: disk"] == 3 * n_failures
+            len(logged) == n_lines
+            and store.stats()["failed"]["save a turn: disk"] == 3 * n_failures
         )
         save_turn(store, chain([n_failures], [7]))
         assert not store._failures
-    assert "(5 more like this since" in said[-1].getMessage()
+    assert "(5 more like this since" in logged[-1].getMessage()
 
 
 def test_every_failure_is_counted_by_its_kind(
@@ -297,7 +298,7 @@ def test_every_failure_is_counted_by_its_kind(
     }
 
 
-def test_only_a_saved_turn_says_that_turns_are_saved_again(tmp_path: Path) -> None:
+def test_only_a_saved_turn_clears_the_failure_to_save_turns(tmp_path: Path) -> None:
     store = BlockStore(
         tmp_path / "store", StoreLimits(max_ram_bytes=64 << 20, max_disk_bytes=1 << 20)
     )
@@ -313,8 +314,8 @@ def test_only_a_saved_turn_says_that_turns_are_saved_again(tmp_path: Path) -> No
     store.close()
 
 
-def test_a_parent_is_as_recent_as_the_leaf_that_went(store: BlockStore) -> None:
-    """The rest of a conversation is evicted as a whole, by the latest use of any block."""
+def test_parent_gets_the_time_of_use_of_a_removed_leaf(store: BlockStore) -> None:
+    """The remaining blocks of a conversation are evicted by the latest use of any block."""
     old, recent = chain([1]), chain([2], [3])
     save_turn(store, old, "old")
     save_turn(store, recent, "recent")
@@ -325,10 +326,10 @@ def test_a_parent_is_as_recent_as_the_leaf_that_went(store: BlockStore) -> None:
     assert [key for *_, key in leaves(store.index)] == [old[0].key, recent[0].key]
 
 
-def test_a_folder_removed_under_a_server_is_a_store_again(
+def test_folder_removed_during_a_save_becomes_a_store_again(
     stored: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files that the server writes before it notices come without a marker."""
+    """Files that the server writes before it notices the removal have no marker."""
     folder, write, n_written = stored.folder, write_block, []
 
     def remove_and_write(path: Path, *args: Any, **options: Any) -> int:
@@ -348,7 +349,7 @@ def test_a_folder_removed_under_a_server_is_a_store_again(
     again.close()
 
 
-def test_no_memory_while_a_turn_is_written_leaves_no_pin(
+def test_memory_error_during_a_write_leaves_no_pin(
     stored: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> int:
@@ -358,12 +359,12 @@ def test_no_memory_while_a_turn_is_written_leaves_no_pin(
     monkeypatch.setattr("mlx_lm_kvpersist.store.disk.write_block", fail)
     save_turn(stored, chain([7], [8]), "s")
     assert stored.turns_not_saved == 1
-    assert stored.index.state.written_last_hour() == n_written  # nothing was
+    assert stored.index.state.written_last_hour() == n_written  # nothing was written
     assert [entry.pins for entry in stored.pool._entries.values()] == [0, 0]
     assert list((stored.folder / "writing").iterdir()) == []
 
 
-def test_a_commit_that_fails_leaves_the_sessions_note_as_it_was(
+def test_failed_commit_leaves_the_sidecar_of_the_session_unchanged(
     stored: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (session,) = stored.index.sessions()
@@ -375,12 +376,12 @@ def test_a_commit_that_fails_leaves_the_sessions_note_as_it_was(
     name = str(session.name)
     save_turn(stored, [*NODES, *chain([3], parent=NODES[-1].key)], name)
     save_turn(stored, chain([4]), "other")
-    notes = list((stored.folder / "sessions").iterdir())
-    assert [read_sidecar(note, stored.disk.files).leaf for note in notes] == [session.leaf]
+    sidecars = list((stored.folder / "sessions").iterdir())
+    assert [read_sidecar(path, stored.disk.files).leaf for path in sidecars] == [session.leaf]
 
 
-def test_a_file_that_went_unnoticed_is_written_with_the_next_turn(stored: BlockStore) -> None:
-    """Its block is still in RAM, so nobody has read it."""
+def test_next_turn_writes_the_missing_file_of_a_block_in_ram(stored: BlockStore) -> None:
+    """The block is still in RAM, so no read has noticed the missing file."""
     for node in NODES:
         assert stored.reader.load(node, ROOT) is not None
     block_path(stored.folder, NODES[0].key).unlink()
@@ -389,10 +390,10 @@ def test_a_file_that_went_unnoticed_is_written_with_the_next_turn(stored: BlockS
     assert stored.reader.load(NODES[0], ROOT) is not None
 
 
-def test_a_file_that_a_start_cannot_read_is_named(
+def test_error_names_the_file_that_cannot_be_read_at_the_start(
     stored: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The index is missing, and the device fails: another folder is not the only remedy."""
+    """The index is missing and one file cannot be read: the user can remove this file."""
     stored.close()
     stored.index.path.unlink()
     bad = sorted((stored.folder / "blocks").rglob("*.safetensors"))[0]

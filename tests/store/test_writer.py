@@ -1,4 +1,4 @@
-"""The writer's pauses ("rests"): how long they are, and what ends them."""
+"""The writer thread: its pauses, its queue, other processes, and budgets."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ def writer() -> Iterator[Writer]:
 
 @pytest.fixture
 def clock(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """A clock by which writers rest: ask for it before `writer`."""
+    """The clock of the writers' pauses. Request this fixture before `writer`."""
     named = {"Condition": clock.condition, "Thread": threading.Thread, "TIMEOUT_MAX": math.inf}
     monkeypatch.setattr(writer_module, "threading", SimpleNamespace(**named))
     return clock
 
 
-def wait_for_rest(clock: Clock, seconds: float) -> None:
-    """Return when the writer rests, and check for how long."""
-    wait_until(lambda: rests_s(clock) == pytest.approx([seconds]), f"a rest of {seconds} s")
+def wait_for_pause(clock: Clock, seconds: float) -> None:
+    """Wait until the writer pauses for this many seconds."""
+    wait_until(lambda: pauses_s(clock) == pytest.approx([seconds]), f"a pause of {seconds} s")
 
 
-def rests_s(clock: Clock) -> list[float]:
+def pauses_s(clock: Clock) -> list[float]:
     return [seconds for seconds in clock.waits_s() if seconds < math.inf]
 
 
@@ -76,13 +76,13 @@ def save(
 
 
 def serve(writer: Writer, rest_factor: float = 1e12) -> None:
-    """Have a reply run; without a factor, work needs endless rests."""
+    """Set one running reply; the default factor makes pauses endless."""
     writer.rest_factor = rest_factor
     writer.set_n_replies(1)
 
 
-def resting(writer: Writer, work: Callable[[], Any] = lambda: None) -> threading.Event:
-    """Have the writer's thread work and rest; return the event that it then sets."""
+def pausing(writer: Writer, work: Callable[[], Any] = lambda: None) -> threading.Event:
+    """Let the writer work and pause; return an event that is set after the pause."""
     ended = threading.Event()
 
     def run() -> None:
@@ -94,50 +94,50 @@ def resting(writer: Writer, work: Callable[[], Any] = lambda: None) -> threading
     return ended
 
 
-def test_it_rests_for_as_long_as_its_work_asks(clock: Clock, writer: Writer) -> None:
+def test_pause_takes_the_factor_times_the_work(clock: Clock, writer: Writer) -> None:
     serve(writer, 6)
-    ended = resting(writer, partial(clock.sleep, 0.05))
-    wait_for_rest(clock, 6 * 0.05)
+    ended = pausing(writer, partial(clock.sleep, 0.05))
+    wait_for_pause(clock, 6 * 0.05)
     clock.advance(5.9 * 0.05)
-    wait_for_rest(clock, 0.1 * 0.05)
+    wait_for_pause(clock, 0.1 * 0.05)
     assert not ended.is_set()
     clock.advance(0.2 * 0.05)
     assert ended.wait(60)
 
 
-def test_a_rest_that_was_cut_short_is_made_up_for(clock: Clock, writer: Writer) -> None:
+def test_skipped_pause_is_added_to_the_next_pause(clock: Clock, writer: Writer) -> None:
     serve(writer, 6)
     writer.submit(partial(clock.sleep, 0.05))
     writer.drain()
-    assert not rests_s(clock), "nobody waits for the rest"
+    assert not pauses_s(clock), "nothing waits for the pause"
     clock.advance(0.1)
-    ended = resting(writer)
-    wait_for_rest(clock, 6 * 0.05 - 0.1)
+    ended = pausing(writer)
+    wait_for_pause(clock, 6 * 0.05 - 0.1)
     clock.advance(1.0)
     assert ended.wait(60)
 
 
-def test_it_does_not_rest_when_nobody_is_served(writer: Writer) -> None:
-    assert resting(writer).wait(60)
+def test_writer_does_not_pause_while_no_reply_runs(writer: Writer) -> None:
+    assert pausing(writer).wait(60)
 
 
 @pytest.fixture
 def gathering(clock: Clock) -> Iterator[tuple[Writer, list[int]]]:
-    """A writer by a clock that stands still, and how many tasks it saved together."""
+    """A writer with a stopped clock, and the number of tasks in each save."""
     sizes: list[int] = []
     writer = Writer(100, lambda tasks: sizes.append(len(tasks)))
     yield writer, sizes
     writer.close(60)
 
 
-def test_turns_and_notes_wait_for_more_and_are_saved_together(
+def test_turns_and_notes_are_gathered_and_saved_together(
     clock: Clock, gathering: tuple[Writer, list[int]]
 ) -> None:
     writer, sizes = gathering
     for n in range(3):
         save(writer, chain([n]))
         writer.submit(lambda: None, is_note=True)
-    wait_for_rest(clock, writer_module.GATHER_S)
+    wait_for_pause(clock, writer_module.GATHER_S)
     assert not sizes
     clock.advance(writer_module.GATHER_S)
     wait_until(lambda: not writer.n_tasks, "all being saved")
@@ -155,18 +155,18 @@ def test_turns_and_notes_wait_for_more_and_are_saved_together(
     ],
     ids=["half full", "other task", "waited for", "drained", "closed"],
 )
-def test_what_ends_the_wait_for_more_turns(
+def test_gathering_of_turns_ends_early(
     clock: Clock, gathering: tuple[Writer, list[int]], end: Callable[[Writer], Any]
 ) -> None:
-    """The clock stands still: nothing is saved because of the time."""
+    """The clock is stopped, so the time for gathering never passes."""
     writer, sizes = gathering
     save(writer, chain([1]))
-    wait_for_rest(clock, writer_module.GATHER_S)
+    wait_for_pause(clock, writer_module.GATHER_S)
     end(writer)
     wait_until(lambda: bool(sizes) and not writer.n_tasks, "the turn being saved", 20)
 
 
-def test_a_note_that_fails_takes_no_other_note_with_it(store: BlockStore) -> None:
+def test_failed_note_does_not_affect_other_notes(store: BlockStore) -> None:
     def add(name: str, index: Index) -> None:
         if name == "second":
             raise OSError("no")
@@ -179,23 +179,23 @@ def test_a_note_that_fails_takes_no_other_note_with_it(store: BlockStore) -> Non
     assert [bool(note) for note in notes] == [True, False, True]
 
 
-def test_nobody_waits_longer_than_asked_for_what_is_written(clock: Clock, writer: Writer) -> None:
+def test_finish_waits_no_longer_than_its_timeout(clock: Clock, writer: Writer) -> None:
     may_end = threading.Event()
     save(writer, chain([1]), ended=False)
     save(writer, chain([2]), partial(may_end.wait, 60), ended=False)
     writer.finish(lambda: writer.n_tasks <= 1, 5)
     waiting = threading.Thread(target=writer.finish, args=(lambda: not writer.n_tasks, 0.1))
     waiting.start()
-    wait_for_rest(clock, 0.1)
+    wait_for_pause(clock, 0.1)
     clock.advance(0.1)
     waiting.join(60)
     assert not waiting.is_alive() and writer.n_tasks == 1
     may_end.set()
 
 
-def test_a_turn_that_has_ended_goes_before_prompts_that_are_still_computed(writer: Writer) -> None:
-    """Its own prompt goes with it, in order: blocks that the turn drops are not written later."""
-    may_go_on, may_end = hold(writer), threading.Event()
+def test_ended_turn_is_saved_before_unfinished_prompts(writer: Writer) -> None:
+    """The turn's own prompt is saved before the turn, so dropped blocks are not written later."""
+    may_continue, may_end = hold(writer), threading.Event()
     saved: list[str] = []
     turn = chain([1], [2], [3])
     save(writer, chain([7], [8]), lambda: saved.append("a long prompt"), ended=False)
@@ -203,7 +203,7 @@ def test_a_turn_that_has_ended_goes_before_prompts_that_are_still_computed(write
     save(writer, turn[:2], lambda: saved.append("its prompt"), ended=False)
     save(writer, chain([9]), lambda: saved.append("another turn"))
     save(writer, turn, lambda: saved.append("its turn"))
-    may_go_on.set()
+    may_continue.set()
     writer.finish(lambda: len(saved) >= 3, 10)
     assert saved[:3] == ["another turn", "its prompt", "its turn"]
     may_end.set()
@@ -211,7 +211,7 @@ def test_a_turn_that_has_ended_goes_before_prompts_that_are_still_computed(write
     assert saved[3:] == ["a long prompt"]
 
 
-def test_a_drain_waits_for_what_is_submitted_meanwhile(writer: Writer) -> None:
+def test_drain_waits_for_tasks_that_are_submitted_during_it(writer: Writer) -> None:
     done: list[str] = []
 
     def run() -> None:
@@ -232,46 +232,46 @@ def test_a_drain_waits_for_what_is_submitted_meanwhile(writer: Writer) -> None:
         lambda writer: writer.drain(),
         lambda writer: writer.close(60),
     ],
-    ids=["nobody is served", "half full", "waited for", "drained", "closed"],
+    ids=["no replies", "half full", "waited for", "drained", "closed"],
 )
-def test_what_ends_a_rest(clock: Clock, writer: Writer, end: Callable[[Writer], Any]) -> None:
+def test_pause_ends_early(clock: Clock, writer: Writer, end: Callable[[Writer], Any]) -> None:
     serve(writer)
-    ended = resting(writer, partial(clock.sleep, 0.01))
-    wait_for_rest(clock, writer_module.MAX_AGE_S)
+    ended = pausing(writer, partial(clock.sleep, 0.01))
+    wait_for_pause(clock, writer_module.MAX_AGE_S)
     submit(writer, 50)
-    assert not ended.wait(0.02)  # nor does the turn that waits
+    assert not ended.wait(0.02)  # a waiting turn does not end the pause
     end(writer)
     assert ended.wait(60)
 
 
-def test_a_turn_is_committed_after_its_rests(store: BlockStore) -> None:
+def test_turn_is_committed_after_a_pause_for_each_file(store: BlockStore) -> None:
     nodes = chain([1], [2], [3])
     store.drain()
-    n_rests = 0
-    may_go_on = threading.Event()
+    n_pauses = 0
+    may_continue = threading.Event()
 
     def rest() -> None:
-        nonlocal n_rests
-        n_rests += 1
-        may_go_on.wait(60)
+        nonlocal n_pauses
+        n_pauses += 1
+        may_continue.wait(60)
 
     store.writer.rest = rest  # type: ignore[method-assign]
     store.commit(Commit(ROOT, tuple(nodes)), [(node, arrays_of(node)) for node in nodes])
-    wait_until(lambda: n_rests == 1, "the first rest")
+    wait_until(lambda: n_pauses == 1, "the first pause")
     assert store.index.totals().n_blocks == 0
-    may_go_on.set()
+    may_continue.set()
     store.drain()
-    assert n_rests == 3
+    assert n_pauses == 3
     assert store.index.totals().n_blocks == 3
 
 
-def test_the_newest_reply_is_found_before_and_after_an_older_one_is_saved(
+def test_newest_reply_is_found_before_and_after_an_older_reply_is_saved(
     store: BlockStore,
 ) -> None:
-    begin, is_saved, may_go_on = hold(store.writer), threading.Event(), threading.Event()
+    begin, is_saved, may_continue = hold(store.writer), threading.Event(), threading.Event()
     store.commit(Commit(ROOT, (), None, {b"digest": b"old!"}), [])
     store.writer.submit(is_saved.set)
-    store.writer.submit(may_go_on.wait)
+    store.writer.submit(may_continue.wait)
     store.commit(Commit(ROOT, (), None, {b"digest": b"new!"}), [])
     try:
         assert store.replies(ROOT.key, [b"digest"]) == {b"digest": b"new!"}
@@ -279,26 +279,24 @@ def test_the_newest_reply_is_found_before_and_after_an_older_one_is_saved(
         assert is_saved.wait(60)
         assert store.replies(ROOT.key, [b"digest"]) == {b"digest": b"new!"}
     finally:
-        may_go_on.set()
+        may_continue.set()
     store.drain()
     assert store.replies(ROOT.key, [b"digest"]) == {b"digest": b"new!"}
 
 
-# The queue: its size, and how long turns wait.
+# The queue: its size, and the age of turns.
 
 
-def test_rests_that_were_cut_short_are_made_up_for_within_bounds(
-    clock: Clock, writer: Writer
-) -> None:
+def test_skipped_pauses_add_up_to_a_limited_pause(clock: Clock, writer: Writer) -> None:
     serve(writer)
     for _ in range(3):
         writer.submit(partial(clock.sleep, 0.01))
         writer.drain()
-    resting(writer)
-    wait_for_rest(clock, writer_module.MAX_AGE_S)
+    pausing(writer)
+    wait_for_pause(clock, writer_module.MAX_AGE_S)
 
 
-def test_a_turn_that_is_old_ends_the_rest(
+def test_writer_does_not_pause_while_an_old_turn_waits(
     clock: Clock, writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer_module, "GATHER_S", 0.0)
@@ -314,19 +312,19 @@ def test_a_turn_that_is_old_ends_the_rest(
     began_s = clock.monotonic()
     task = Task(save, Commit(ROOT, ()), sizes={b"key": 1}, since_s=began_s)
     writer.submit_commit(task)
-    wait_for_rest(clock, writer_module.MAX_AGE_S - 0.5)
+    wait_for_pause(clock, writer_module.MAX_AGE_S - 0.5)
     clock.advance(writer_module.MAX_AGE_S - 0.5)
-    wait_until(lambda: len(times_s) == 3, "three rests")
-    rested_s = [writer_module.MAX_AGE_S + late_s for late_s in (0.0, 0.5, 1.0)]
-    assert [time_s - began_s for time_s in times_s] == pytest.approx(rested_s)
+    wait_until(lambda: len(times_s) == 3, "three pauses")
+    expected_s = [writer_module.MAX_AGE_S + late_s for late_s in (0.0, 0.5, 1.0)]
+    assert [time_s - began_s for time_s in times_s] == pytest.approx(expected_s)
 
 
-def test_what_is_being_written_counts(writer: Writer) -> None:
-    may_go_on = threading.Event()
+def test_turn_being_written_counts_toward_the_limit_of_waiting_bytes(writer: Writer) -> None:
+    may_continue = threading.Event()
     dropped: list[str] = []
 
     def wait(name: str, n_bytes: int, key: bytes | None = None) -> None:
-        submit(writer, n_bytes, partial(may_go_on.wait, 60), partial(dropped.append, name), key)
+        submit(writer, n_bytes, partial(may_continue.wait, 60), partial(dropped.append, name), key)
 
     wait("running", 60, b"running")
     wait_until(lambda: not writer._tasks, "the first turn being written")
@@ -334,60 +332,60 @@ def test_what_is_being_written_counts(writer: Writer) -> None:
     wait("waiting", 30, b"waiting")
     assert (writer.n_bytes, dropped) == (90, [])
     wait("same", 60, b"running")
-    assert (writer.n_bytes, dropped) == (90, [])  # it is in RAM once
+    assert (writer.n_bytes, dropped) == (90, [])  # the block is in RAM only once
     wait("newest", 30)
     assert (writer.n_bytes, dropped) == (90, ["waiting"])
     wait("much", 140)
     assert (writer.n_bytes, dropped) == (200, ["waiting", "same", "newest"])
     wait("too much", 141)
     assert (writer.n_bytes, dropped[3:]) == (60, ["much", "too much"])
-    may_go_on.set()
+    may_continue.set()
     writer.drain()
     assert writer.n_bytes == 0
-    may_go_on.clear()
+    may_continue.clear()
     wait("alone", 1000)
     wait_until(lambda: not writer._tasks, "the big turn being written")
     wait("behind it", 100)
     assert (writer.n_bytes, dropped[5:]) == (1100, [])
-    may_go_on.set()
+    may_continue.set()
 
 
-def test_a_turn_of_any_size_waits_behind_what_is_no_turn(writer: Writer) -> None:
-    """Such as the sweep of a server that has just started."""
-    may_go_on, dropped = hold(writer), list[str]()
+def test_turn_of_any_size_may_wait_behind_other_tasks(writer: Writer) -> None:
+    """Another task is, for example, the sweep of a server that has just started."""
+    may_continue, dropped = hold(writer), list[str]()
     submit(writer, 1000, abandon=partial(dropped.append, "big"))
     assert (writer.n_bytes, dropped) == (1000, [])
     submit(writer, 1000, abandon=partial(dropped.append, "bigger"))
     assert (writer.n_bytes, dropped) == (1000, ["big"])
-    may_go_on.set()
+    may_continue.set()
     writer.drain()
     assert dropped == ["big"]
 
 
 @pytest.mark.parametrize("is_running", [False, True])
-def test_a_big_turn_does_not_wait_beside_a_prompt_that_goes_beyond_it(
+def test_big_turn_is_dropped_if_a_waiting_prompt_contains_it(
     writer: Writer, is_running: bool
 ) -> None:
     """The prompt's commit has the turn's blocks, and replaces the turn in the queue."""
     dropped, nodes = list[str](), chain([1], [2], [3])
-    may_go_on = hold(writer) if is_running else threading.Event()
-    with writer._changed:  # the writer takes no task now
+    may_continue = hold(writer) if is_running else threading.Event()
+    with writer._changed:  # now the writer takes no task
         for name, n_blocks, n_bytes in (("prompt", 3, 90), ("turn", 2, 1000)):
             keys = tuple(node.key for node in nodes[:n_blocks])
             leaf = Leaf(None, keys[-1], nodes[n_blocks - 1].stop) if name == "turn" else None
-            let_go, sizes = partial(dropped.append, name), {name.encode(): n_bytes}
+            abandon, sizes = partial(dropped.append, name), {name.encode(): n_bytes}
             commit = Commit(ROOT, tuple(nodes[:n_blocks]), leaf)
-            writer.submit_commit(Task(lambda: None, commit, let_go, sizes))
+            writer.submit_commit(Task(lambda: None, commit, abandon, sizes))
         assert (writer.n_bytes, dropped) == (90, ["turn"])
-    may_go_on.set()
+    may_continue.set()
     writer.drain()
 
 
 @pytest.mark.slow
-def test_a_soak_of_four_clients_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Requests are served all the time, so the writer rests wherever it may.
+def test_at_most_five_percent_of_blocks_of_four_clients_are_lost(tmp_path: Path) -> None:
+    """Replies run all the time, so the writer pauses as long as it may.
 
-    Writing without rests takes a third of the time. With rests after each file it took twice the
+    Writing without pauses takes a third of the time. With a pause after each file it took twice the
     available time.
     """
     limits = StoreLimits(max_ram_bytes=1 << 20, max_disk_bytes=1 << 30)
@@ -422,8 +420,8 @@ def test_a_soak_of_four_clients_leaves_nothing_behind(tmp_path: Path) -> None:
         thread.start()
     for thread in clients:
         thread.join()
-    # All that waits or is being written is in RAM. The newest turn and the one that is being
-    # written may be twice `max_bytes` together.
+    # All blocks that wait or are being written are in RAM. The newest turn and the turn that is
+    # being written may together take twice `max_bytes`.
     queue = store.stats()["queue"]
     assert queue["bytes"] <= max(peaks) <= limits.max_ram_bytes == 2 * queue["max_bytes"]
     store.close()
@@ -435,19 +433,19 @@ def test_a_soak_of_four_clients_leaves_nothing_behind(tmp_path: Path) -> None:
     disk.close()
 
 
-def test_what_is_not_written_at_the_end_is_counted(
+def test_close_logs_the_number_of_unwritten_turns(
     store: BlockStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hangs = hold(store.writer)
+    release = hold(store.writer)
     for number in range(3):
         nodes = chain([number])
         store.commit(Commit(ROOT, tuple(nodes)), [(nodes[0], arrays_of(nodes[0]))])
     store.close(0.3)
-    assert store.writer.is_alive(), "nobody waited for it"
-    hangs.set()
-    said = [r.getMessage() for r in caplog.records if "written" in r.getMessage()]
-    assert len(said) == 1 and "\n" not in said[0]
-    assert said[0].startswith(
+    assert store.writer.is_alive(), "close did not wait for the task"
+    release.set()
+    logged = [r.getMessage() for r in caplog.records if "written" in r.getMessage()]
+    assert len(logged) == 1 and "\n" not in logged[0]
+    assert logged[0].startswith(
         "kvpersist: 3 turns or checkpoints (192.0 KiB) were not written within 0 s"
     )
 
@@ -455,8 +453,8 @@ def test_what_is_not_written_at_the_end_is_counted(
 # Other processes.
 
 
-def hold_rests(store: BlockStore) -> threading.Semaphore:
-    """Have the writer wait before each file, until the returned semaphore is released."""
+def hold_at_pauses(store: BlockStore) -> threading.Semaphore:
+    """Let the writer wait at each pause until the returned semaphore is released."""
     store.drain()
     released = threading.Semaphore(0)
 
@@ -467,40 +465,40 @@ def hold_rests(store: BlockStore) -> threading.Semaphore:
     return released
 
 
-def keep(store: BlockStore, n_blocks: int) -> None:
+def commit_blocks(store: BlockStore, n_blocks: int) -> None:
     nodes = chain(*([n] for n in range(n_blocks)))
     store.commit(Commit(ROOT, tuple(nodes)), [(node, arrays_of(node)) for node in nodes])
 
 
-def test_another_process_may_have_the_lock_while_a_writer_rests(store: BlockStore) -> None:
+def test_other_process_can_take_the_lock_during_a_pause(store: BlockStore) -> None:
     store.drain()
-    n_rests, lock = 0, StoreLock(store.folder / "lock")
+    n_pauses, lock = 0, StoreLock(store.folder / "lock")
 
     def rest() -> None:
-        nonlocal n_rests
-        with lock.held():  # raises if another has it for two seconds
-            n_rests += 1
+        nonlocal n_pauses
+        with lock.held():  # raises if another process has it for two seconds
+            n_pauses += 1
 
     store.writer.rest = rest  # type: ignore[method-assign]
-    keep(store, 20)
+    commit_blocks(store, 20)
     store.drain()
-    assert n_rests >= 20 and store.index.totals().n_blocks == 20
+    assert n_pauses >= 20 and store.index.totals().n_blocks == 20
 
 
-def test_another_process_may_sweep_and_make_room_meanwhile(
+def test_other_process_can_sweep_and_evict_while_a_turn_is_written(
     store: BlockStore, limits: StoreLimits
 ) -> None:
     other = DiskStore(store.folder, limits)
     before = other.used_bytes()
-    rests = hold_rests(store)
-    keep(store, 10)
+    pauses = hold_at_pauses(store)
+    commit_blocks(store, 10)
     wait_until(lambda: other.used_bytes() > before + 600_000, "the announcement of 10 blocks")
     for _ in range(8):
         assert other.index.totals().n_blocks == 0
         assert other.sweep() == 0
         assert other.make_room(100_000) and not other.make_room(1 << 22)
-        rests.release()
-    rests.release(10)
+        pauses.release()
+    pauses.release(10)
     store.drain()
     assert other.index.totals().n_blocks == 10 and other.sweep() == 0
     assert find_problems(other.folder, other.index) == []
@@ -508,24 +506,24 @@ def test_another_process_may_sweep_and_make_room_meanwhile(
     other.close()
 
 
-def test_what_goes_while_a_turn_is_written_is_written_again(
+def test_block_removed_while_a_turn_is_written_is_written_again(
     store: BlockStore, limits: StoreLimits
 ) -> None:
     """Another process evicts the beginning of the conversation that is being written."""
     (first,) = save_turn(store, chain([0]))
     other = DiskStore(store.folder, limits)
-    rests = hold_rests(store)
-    keep(store, 10)
+    pauses = hold_at_pauses(store)
+    commit_blocks(store, 10)
     wait_until(lambda: any((other.folder / "writing").glob("*.lock")), "writing")
     other.forget(first)
-    rests.release(100)
+    pauses.release(100)
     store.drain()
     assert store.turns_not_saved == 0
     assert other.index.totals().n_blocks == 10 and other.sweep() == 0
     other.close()
 
 
-def test_what_a_killed_process_was_writing_is_swept(store: BlockStore) -> None:
+def test_sweep_removes_unfinished_files_of_a_killed_process(store: BlockStore) -> None:
     store.drain()
     (store.folder / "writing").mkdir()
     for name in ("0badcafe.lock", f"0badcafe-{'ab' * 16}.safetensors"):
@@ -541,8 +539,8 @@ def whole_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def test_a_long_namespace_passes_no_budget(tmp_path: Path) -> None:
-    """The files' metadata counts before they are written."""
+def test_metadata_with_a_long_namespace_stays_within_the_budget(tmp_path: Path) -> None:
+    """The files' metadata counts before the files are written."""
     limits = StoreLimits(4 << 20, 2 << 20)
     for n_chars, n_saved in ((10, 25), (100_000, 0)):
         root = Root("fingerprint", "4b64", namespace="n" * n_chars)
@@ -555,8 +553,8 @@ def test_a_long_namespace_passes_no_budget(tmp_path: Path) -> None:
         store.close()
 
 
-def test_rows_of_the_index_count(tmp_path: Path) -> None:
-    """Blocks of much text: the index and its log take more than the files."""
+def test_rows_of_the_index_count_toward_the_budget(tmp_path: Path) -> None:
+    """The blocks have much text, so the index and its log are larger than the files."""
     limits = StoreLimits(4 << 20, 4 << 20)
     store = BlockStore(tmp_path / "store", limits)
     for start in range(0, 2000, 200):
@@ -569,24 +567,24 @@ def test_rows_of_the_index_count(tmp_path: Path) -> None:
     store.close()
 
 
-def test_the_store_says_what_it_uses_and_may_use(store: BlockStore, limits: StoreLimits) -> None:
-    said = str(store.disk)
-    assert said.startswith(f"{store.folder} (") and "of 4.0 MiB, " in said
-    assert "min-free" not in said
+def test_store_as_text_has_its_size_and_limits(store: BlockStore, limits: StoreLimits) -> None:
+    text = str(store.disk)
+    assert text.startswith(f"{store.folder} (") and "of 4.0 MiB, " in text
+    assert "min-free" not in text
     store.disk.limits = replace(limits, min_free_bytes=1 << 60)
     assert "less than the 1048576.0 TiB of --kvpersist-min-free" in str(store.disk)
     assert "\n" not in str(store.disk)
 
 
-@pytest.mark.parametrize("floor", [False, True])
-def test_what_another_process_announced_counts(
-    store: BlockStore, monkeypatch: pytest.MonkeyPatch, floor: bool
+@pytest.mark.parametrize("has_min_free", [False, True])
+def test_bytes_announced_by_another_process_count(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch, has_min_free: bool
 ) -> None:
     """One process has announced a turn and written nothing; the other leaves room for it."""
     save_turn(store, chain([1], [2]), "old")
     used = store.disk.used_bytes()
     limits = replace(store.limits, max_disk_bytes=used + (8 << 20))
-    if floor:
+    if has_min_free:
         free = SimpleNamespace(free=12 << 20)
         monkeypatch.setattr("shutil.disk_usage", lambda folder: free)
         limits = replace(store.limits, min_free_bytes=1 << 20)
@@ -595,55 +593,55 @@ def test_what_another_process_announced_counts(
         assert other.make_room(2 << 20) and len(store.index.keys()) == 2
         with closing(Staging(store.disk.files)) as staging:
             with store.disk.lock.held():
-                staging.announce(10 << 20 if floor else 7 << 20)
+                staging.announce(10 << 20 if has_min_free else 7 << 20)
             keys = store.index.keys()
             assert not other.make_room(2 << 20)
-            # An empty store would not reach the floor, so nothing is evicted for it.
-            assert store.index.keys() == (keys if floor else set())
+            # An empty store would not leave enough free space, either, so nothing is evicted.
+            assert store.index.keys() == (keys if has_min_free else set())
             staging.close()
             assert other.used_bytes() <= used
     finally:
         other.close()
 
 
-def test_a_turn_of_a_reply_alone_makes_no_room(writer: Writer) -> None:
-    """It has no arrays: only turns with arrays are left out when too much waits."""
-    may_go_on, left_out = hold(writer), list[str]()
+def test_turn_without_arrays_is_not_dropped_from_a_full_queue(writer: Writer) -> None:
+    """If too many bytes wait, only turns with arrays are dropped."""
+    may_continue, dropped = hold(writer), list[str]()
     turns = {"reply": {}, "first": {b"1": 6}, "second": {b"2": 6}}
     writer.max_bytes = 10
     for name, sizes in turns.items():
-        let_go = partial(left_out.append, name)
-        writer.submit_commit(Task(lambda: None, Commit(ROOT, ()), let_go, sizes))
-    may_go_on.set()
+        abandon = partial(dropped.append, name)
+        writer.submit_commit(Task(lambda: None, Commit(ROOT, ()), abandon, sizes))
+    may_continue.set()
     writer.drain()
-    assert left_out == ["first"]
+    assert dropped == ["first"]
 
 
-def test_an_idle_writer_writes_what_is_postponed_when_it_is_due(
+def test_idle_writer_writes_a_postponed_checkpoint_when_it_is_due(
     clock: Clock, writer: Writer
 ) -> None:
     writer.drain()
     is_run = threading.Event()
     writer.postpone(b"end", Task(is_run.set, Commit(ROOT, ())), has_ended=True)
-    wait_for_rest(clock, writer_module.POSTPONE_S)
+    wait_for_pause(clock, writer_module.POSTPONE_S)
     assert not is_run.is_set()
     clock.advance(writer_module.POSTPONE_S)
-    wait_for_rest(clock, writer_module.GATHER_S)
+    wait_for_pause(clock, writer_module.GATHER_S)
     clock.advance(writer_module.GATHER_S)
     assert is_run.wait(60)
 
 
-def test_an_idle_writer_does_not_hold_the_last_turn(writer: Writer) -> None:
-    """Its blocks may leave RAM before anything else is written."""
-    held = threading.Event()
-    is_freed = weakref.ref(held)
-    writer.submit(held.set)
+def test_idle_writer_frees_the_finished_task(writer: Writer) -> None:
+    """The task's arrays must not stay in RAM until the next task."""
+    event = threading.Event()
+    event_or_none = weakref.ref(event)
+    writer.submit(event.set)
     writer.drain()
-    del held
-    wait_until(lambda: is_freed() is None, "the writer to release the finished turn")
+    del event
+    wait_until(lambda: event_or_none() is None, "the release of the finished task")
 
 
-def test_notes_that_wait_are_bounded_and_nothing_else_is_left_out(
+def test_waiting_notes_are_bounded_and_other_tasks_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process may hold the store's lock for hours."""
@@ -655,12 +653,12 @@ def test_notes_that_wait_are_bounded_and_nothing_else_is_left_out(
 
     with closing(BlockStore(tmp_path / "store", StoreLimits(4 << 20, 4 << 20))) as store:
         store.drain()
-        goes_on = hold(store.writer)
+        release = hold(store.writer)
         for n in range(100):
             store.change_index("note", partial(note, f"note {n}"))
             store.touch([chain([1])[0].key])
         assert store.writer.n_tasks <= 11
         store.writer.submit(lambda: done.append("a task"))
-        goes_on.set()
+        release.set()
         store.drain()
     assert done == [*(f"note {n}" for n in range(5)), "a task"]
