@@ -1,4 +1,4 @@
-"""Expected changes of mlx-lm do not stop the server, and plugins still see all."""
+"""Expected changes of mlx-lm do not stop the server, and plugins still get every request."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def test_the_coming_host_starts_with_the_plugin(coming: ModuleType) -> None:
     check_startup()
 
 
-def test_the_prompt_cache_passes_on_what_it_does_not_know(
+def test_prompt_cache_passes_unknown_arguments_to_stock(
     server: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: list[tuple[Any, ...]] = []
+    arguments: list[tuple[Any, ...]] = []
 
     class Grown(server.LRUPromptCache):  # type: ignore[name-defined,misc]
         def fetch_nearest_cache(
             self, model: Any, tokens: list[int], limit: int = 0, *, consume: bool = False
         ) -> Any:
-            given.append((limit, consume))
+            arguments.append((limit, consume))
             return None, tokens
 
         def insert_cache(
@@ -66,20 +66,20 @@ def test_the_prompt_cache_passes_on_what_it_does_not_know(
             cache_type: str = "assistant",
             pinned: bool = False,
         ) -> None:
-            given.append((owner, cache_type, pinned))
+            arguments.append((owner, cache_type, pinned))
 
     monkeypatch.setattr(server, "LRUPromptCache", Grown)
     BY_NAME["prompt_cache"].check_host()
     cache = BY_NAME["prompt_cache"].replace(Grown)(10)
     cache.fetch_nearest_cache("m", [1, 2], 3, consume=True)
     cache.insert_cache("m", [1, 2], [], "me", cache_type="user", pinned=True)
-    assert given == [(3, True), ("me", "user", True)]
+    assert arguments == [(3, True), ("me", "user", True)]
     taken = TakenTokens([1, 2], Taken("probe", TakenRequest(Prompt([1, 2], [[1, 2]], ["user"]))))
     taken.taken.caches, taken.taken.n_cached = ["caches"], 1
     assert cache.fetch_nearest_cache("m", taken, consume=True) == (["caches"], [2])
 
 
-def test_a_parameter_that_the_host_requires_is_not_passed_on_blindly(
+def test_new_required_parameter_of_the_host_raises_signature_changed(
     server: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Changed(server.LRUPromptCache):  # type: ignore[name-defined,misc]
@@ -104,7 +104,7 @@ def test_a_parameter_that_the_host_requires_is_not_passed_on_blindly(
         ("def f(self, b, a): ...", False),
     ],
 )
-def test_a_signature_may_grow_by_what_has_a_default(source: str, fits: bool) -> None:
+def test_signature_may_only_gain_parameters_with_defaults(source: str, fits: bool) -> None:
     class Ours:
         def f(self, a: Any, b: int = 1, *args: Any, **kwargs: Any) -> None: ...
 
@@ -118,10 +118,10 @@ def test_a_signature_may_grow_by_what_has_a_default(source: str, fits: bool) -> 
             expectation.check(module)
 
 
-def test_a_prompt_cache_that_is_not_made_here_is_noticed(
+def test_probe_fails_if_a_factory_makes_stocks_prompt_cache(
     coming: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a factory has its own reference to the class, the patch has no effect."""
+    """If a factory refers to stock's class, the patch has no effect."""
     stock = coming.LRUPromptCache
     monkeypatch.setattr(coming, "make_lru_prompt_cache", lambda args: stock(10))
     applied = PatchSet()
@@ -142,9 +142,9 @@ def coming_server(started: StartServer, tiny_model: Path) -> ServerProcess:
 def ask(server: ServerProcess, **headers: str) -> tuple[dict[str, str], Any]:
     """Send a request to the new path; return its reply's headers and body."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    status, found, body = server.request("POST", ANSWERS, BODY, named)
+    status, reply_headers, body = server.request("POST", ANSWERS, BODY, named)
     assert status == 200, body
-    return found, json.loads(body)
+    return reply_headers, json.loads(body)
 
 
 def test_a_new_path_that_generates_has_sessions_tenants_and_headers(
@@ -166,7 +166,7 @@ def test_a_new_path_that_generates_has_sessions_tenants_and_headers(
     ]
 
 
-def test_a_request_that_a_plugin_refuses_is_refused_on_a_new_path(
+def test_plugin_can_refuse_a_request_on_a_new_path(
     coming_server: ServerProcess,
 ) -> None:
     keep = {"X-KVPersist-Keep": "perhaps"}

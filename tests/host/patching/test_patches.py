@@ -57,7 +57,7 @@ def test_the_table_names_every_private_name_of_mlx_lm(server: ModuleType) -> Non
     assert {probe.__name__ for probe in PRIVATE_NAMES.values()} <= run
 
 
-def test_an_item_of_stocks_queue_with_one_field_more_is_noticed(
+def test_probe_fails_if_items_of_stocks_queue_get_another_field(
     server: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     insert = server.BatchGenerator.insert_segments
@@ -79,7 +79,7 @@ def test_an_item_of_stocks_queue_with_one_field_more_is_noticed(
         applied.undo()
 
 
-def test_a_batch_whose_lists_change_in_place_is_noticed(
+def test_probe_fails_if_a_batch_changes_its_lists_in_place(
     server: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A parked row is a copy of its batch, whose lists it must not share."""
@@ -119,7 +119,7 @@ def test_probe_passes_with_its_patch_alone_and_fails_after_undo(
 
 
 @each_patch
-def test_probe_passes_with_all_patches_and_asks_no_real_plugin(
+def test_probe_passes_with_all_patches_and_calls_no_plugin(
     patch: Patch, patched_server: ModuleType
 ) -> None:
     echo = Echo()
@@ -180,7 +180,7 @@ def test_probes_pass_beside_a_package_that_adds_logits_processors(
             patch.check()
     finally:
         PATCH_SET.undo()
-    assert calls or module == "server"  # no probe makes processors of a request
+    assert calls or module == "server"  # no probe makes logits processors for a request
 
 
 @each_patch
@@ -188,8 +188,8 @@ def test_missing_target_is_named_and_nothing_stays_patched(
     patch: Patch, server: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = dict(vars(server))
-    with monkeypatch.context() as doctored:
-        doctored.delattr(patch.module, patch.attribute)
+    with monkeypatch.context() as changes:
+        changes.delattr(patch.module, patch.attribute)
         with pytest.raises(TargetMissing, match=patch.attribute):
             PATCH_SET.apply(PATCHES)
         assert not PATCH_SET.is_applied
@@ -228,7 +228,7 @@ def test_changed_signature_is_named(
     [(patch, e) for patch in PATCHES for e in patch.expect if isinstance(e, Uses)],
     ids=lambda value: f"{value.name}-{value.uses}" if isinstance(value, Uses) else value.name,
 )
-def test_a_global_that_the_host_no_longer_uses_is_named(
+def test_global_that_the_host_no_longer_uses_raises_signature_changed(
     patch: Patch, expectation: Uses, server: ModuleType
 ) -> None:
     expectation.check(patch.module)
@@ -236,7 +236,7 @@ def test_a_global_that_the_host_no_longer_uses_is_named(
         Uses(expectation.name, "not_" + expectation.uses).check(patch.module)
 
 
-def test_a_patch_that_fails_undoes_those_before_it(
+def test_failed_patch_undoes_the_patches_before_it(
     server: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(stock: Any) -> Any:
@@ -262,7 +262,7 @@ def test_two_patches_of_one_target_are_undone(server: ModuleType) -> None:
     assert server.convert_chat is stock
 
 
-def test_a_method_that_requires_more_fails_the_probe(
+def test_probe_fails_if_a_method_requires_another_argument(
     server: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patch = next(patch for patch in PATCHES if patch.name == "response_generator")
@@ -281,8 +281,8 @@ def test_a_method_that_requires_more_fails_the_probe(
         applied.undo()
 
 
-def test_nothing_leaks(server: ModuleType) -> None:
-    """Other users of mlx_lm in the process see no change."""
+def test_patches_change_only_their_targets_until_they_are_undone(server: ModuleType) -> None:
+    """The process may use mlx_lm for other work, which must not change."""
     names = ("mlx_lm", "mlx_lm.models.cache", "mlx_lm.generate", "mlx_lm.utils", "argparse")
     modules = [importlib.import_module(name) for name in names]
     before = [dict(vars(module)) for module in modules]
@@ -321,7 +321,7 @@ def test_attention_and_the_wired_limit_are_the_only_changes_outside_the_server(
     assert {module: vars(module) for module in outside} == before
 
 
-def test_stocks_own_packed_keys_are_attended_to_once_by_stock(server: ModuleType) -> None:
+def test_attention_over_stocks_quantized_keys_calls_stock_once(server: ModuleType) -> None:
     patch = next(patch for patch in PATCHES if patch.name == "attention")
     calls: list[tuple[Any, ...]] = []
 
@@ -369,12 +369,14 @@ def test_selftest_refuses_a_probe_that_cannot_fail(server: ModuleType) -> None:
         check_patch(blind)
 
 
-def test_every_supported_version_is_a_patch_error_away(server: ModuleType) -> None:
+def test_target_missing_is_a_patch_error_and_installed_versions_are_known(
+    server: ModuleType,
+) -> None:
     assert issubclass(TargetMissing, PatchError)
     assert versions.is_known(versions.installed("mlx-lm"), versions.installed("mlx"))
 
 
-def test_clearing_the_cache_is_replaced_beside_several_gpus_only(
+def test_clear_cache_is_patched_only_with_several_gpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(mx, "device_count", lambda kind: 1)
@@ -383,8 +385,8 @@ def test_clearing_the_cache_is_replaced_beside_several_gpus_only(
     assert SEVERAL_GPUS in needed()
 
 
-def test_a_thread_computes_after_it_cleared_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An operation takes a thread back to its GPU. Made-up MLX: clearing leaves the GPU."""
+def test_clear_cache_returns_the_thread_to_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this simulation, clearing leaves the thread's GPU, and an operation returns to it."""
     place = ["first"]
     stock_eval = mx.eval
 
@@ -403,7 +405,7 @@ def test_a_thread_computes_after_it_cleared_the_cache(monkeypatch: pytest.Monkey
     assert place == ["first", "last", "first"]
 
 
-def test_a_gpu_whose_buffers_cannot_be_read_fails_the_probe(
+def test_probe_fails_if_the_buffers_of_a_gpu_cannot_be_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     SEVERAL_GPUS.check()

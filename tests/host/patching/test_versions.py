@@ -38,13 +38,13 @@ def test_measured_pairs_are_known(mlx_lm: str, mlx: str) -> None:
     ("mlx_lm", "mlx"),
     [("0.32.9", "0.32.4"), ("0.32.2", "0.33.1"), ("0.32.2", "0.32.5.dev20261101+abc")],
 )
-def test_newer_than_measured_is_tried(mlx_lm: str, mlx: str) -> None:
+def test_pair_newer_than_measured_is_allowed_but_not_known(mlx_lm: str, mlx: str) -> None:
     versions.check_pair(mlx_lm, mlx)
     assert not versions.is_known(mlx_lm, mlx)
 
 
 @pytest.mark.parametrize("suffix", [".dev1", "rc1", ".post1", "+g1234abc"])
-def test_a_version_with_a_suffix_was_not_measured(suffix: str) -> None:
+def test_version_with_a_suffix_is_not_known(suffix: str) -> None:
     assert versions.is_known("0.32.0", "0.32.4")
     assert not versions.is_known(f"0.32.0{suffix}", "0.32.4")
     assert not versions.is_known("0.32.0", f"0.32.4{suffix}")
@@ -58,7 +58,7 @@ def test_a_version_with_a_suffix_was_not_measured(suffix: str) -> None:
         ({"url": "file:///src/mlx-lm", "dir_info": {"editable": True}}, False),
     ],
 )
-def test_a_git_snapshot_that_calls_itself_a_release_was_not_measured(
+def test_release_installed_from_git_or_a_folder_is_not_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct_url: object, measured: bool
 ) -> None:
     for name, version in (("mlx_lm", "0.32.0"), ("mlx", "0.32.4")):
@@ -99,7 +99,7 @@ def test_an_mlx_too_old_for_its_mlx_lm_is_refused(mlx_lm: str, mlx: str, oldest:
 
 
 @pytest.mark.parametrize("mlx", ["0.31.2", "0.32.0"])
-def test_an_mlx_that_is_wrong_on_macs_is_refused_there(
+def test_mlx_older_than_the_minimum_for_macs_is_refused_on_macs(
     mlx: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     versions.check_pair("0.32.0", mlx)
@@ -114,7 +114,7 @@ def test_an_mlx_that_is_wrong_on_macs_is_refused_there(
     assert "mlx-lm 0.31.3 with mlx 0.32.1 to" in versions.found_and_known()
 
 
-def test_the_package_asks_for_the_same_mlx_on_macs() -> None:
+def test_pyproject_requires_the_same_minimum_mlx_on_macs() -> None:
     project = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
     floor = versions.text(versions.METAL_FLOOR)
     assert f"\"mlx>={floor}; sys_platform == 'darwin'\"" in project
@@ -123,7 +123,7 @@ def test_the_package_asks_for_the_same_mlx_on_macs() -> None:
 @pytest.mark.parametrize(
     "start", ["host.install(['kvpersist'])", "main(['selftest'])"], ids=["server", "selftest"]
 )
-def test_an_old_mlx_lm_that_lacks_what_the_patches_import_is_refused_by_its_version(
+def test_old_mlx_lm_without_imported_names_is_refused_by_its_version(
     start: str,
 ) -> None:
     code = f"""
