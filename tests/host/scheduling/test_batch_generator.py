@@ -1,4 +1,4 @@
-"""Merging: a plugin merges one layer's caches, or stock does, even if the plugin fails."""
+"""Merging the caches of a layer: by a plugin, or by stock if the plugin fails."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
 class Merges:
     def __init__(self, answer: Any) -> None:
         self.answer = answer
-        self.seen: list[list[Any]] = []
+        self.calls: list[list[Any]] = []
 
     def __call__(self, caches: Sequence[Any]) -> Any:
-        self.seen.append(list(caches))
+        self.calls.append(list(caches))
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
 
 
 class Fills(ProbeModel):
-    """Fills its caches: mlx-lm 0.31.3 cannot read the state of an empty one."""
+    """Fills its caches: mlx-lm 0.31.3 cannot read the state of an empty cache."""
 
     def __call__(self, ids: mx.array, cache: list[Any]) -> None:
-        for one in cache:
-            one.update_and_fetch(*[mx.zeros((*ids.shape, 1))[:, None]] * 2)
+        for layer_cache in cache:
+            layer_cache.update_and_fetch(*[mx.zeros((*ids.shape, 1))[:, None]] * 2)
 
 
 def make_batches(server: ModuleType, caches: list[list[Any]], merges: Any) -> list[Any]:
-    """Return the prompt batches that the server's generator makes of sequences of these caches."""
+    """Return the batches that the server's generator makes for sequences with these caches."""
     stream, model = mx.default_stream(mx.default_device()), Fills()
     support = ModelSupport(list, merges)
     model.make_cache = PluginCaches(model, "merges", support)  # type: ignore[method-assign]
@@ -49,27 +49,29 @@ def make_batches(server: ModuleType, caches: list[list[Any]], merges: Any) -> li
     return batches
 
 
-def test_a_plugin_sees_each_layer_of_every_sequence(patched_server: ModuleType) -> None:
+def test_plugin_merges_each_layer_of_every_sequence(patched_server: ModuleType) -> None:
     caches = [[KVCache(), KVCache()] for _ in range(3)]
     merges = Merges(merged := BatchKVCache([0]))
     batches = make_batches(patched_server, caches, merges)
     assert [batch.prompt_cache for batch in batches] == [[merged, merged]] * 3
-    assert merges.seen == [[cache] for row in caches for cache in row]
+    assert merges.calls == [[cache] for row in caches for cache in row]
 
 
 @pytest.mark.parametrize("answer", [None, RuntimeError("bug"), "no batch"])
-def test_otherwise_stock_merges(patched_server: ModuleType, answer: Any) -> None:
+def test_stock_merges_if_the_plugin_fails_or_does_not_answer(
+    patched_server: ModuleType, answer: Any
+) -> None:
     batches = make_batches(patched_server, [[KVCache()], [KVCache()]], Merges(answer))
     assert [type(batch.prompt_cache[0]) for batch in batches] == [BatchKVCache] * 2
 
 
-def test_without_a_plugin_the_batch_generator_is_stocks(patched_server: ModuleType) -> None:
+def test_without_a_plugin_stocks_batch_generator_is_used(patched_server: ModuleType) -> None:
     generator = patched_server.BatchGenerator(ProbeModel())
     assert type(generator) is BatchGenerator
     generator.close()
 
 
-def test_a_cache_that_cannot_merge_is_stocks_error(patched_server: ModuleType) -> None:
+def test_cache_without_merge_raises_stocks_error(patched_server: ModuleType) -> None:
     class Alone:
         nbytes = 0
 
@@ -77,10 +79,10 @@ def test_a_cache_that_cannot_merge_is_stocks_error(patched_server: ModuleType) -
         make_batches(patched_server, [[Alone()]], Merges(None))
 
 
-def test_states_that_are_not_made_yet_begin_together(patched_server: ModuleType) -> None:
-    """Prompts of one token are not computed before their replies begin."""
+def test_one_token_prompts_of_a_recurrent_model_begin_together(patched_server: ModuleType) -> None:
+    """A prompt of one token has no chunk, and therefore no state before its reply begins."""
 
-    class Adds:
+    class SumModel:
         """Answers with the sum of the ids that it has read; the sum is its state."""
 
         layers = (None,)
@@ -91,7 +93,7 @@ def test_states_that_are_not_made_yet_begin_together(patched_server: ModuleType)
             cache[0][0] = ids.sum(axis=1, keepdims=True) + before
             return mx.eye(64)[cache[0][0] % 64]
 
-    model = Adds()
+    model = SumModel()
     support = ModelSupport(lambda: [ArraysCache(1)], limits=PrefillLimits(1.0, lambda _: 64))
     model.make_cache = PluginCaches(model, "saves", support)
     stream = mx.default_stream(mx.default_device())
@@ -100,10 +102,10 @@ def test_states_that_are_not_made_yet_begin_together(patched_server: ModuleType)
     answers: dict[int, list[int]] = {uid: [] for uid in uids}
     while responses := generator.next_generated():
         assert generator.extract_cache(uids).keys() == {
-            one.uid for one in responses if not one.finish_reason
+            response.uid for response in responses if not response.finish_reason
         }
-        for one in responses:
-            answers[one.uid].append(one.token)
+        for response in responses:
+            answers[response.uid].append(response.token)
     generator.close()
     assert list(answers.values()) == [[3, 6], [5, 10]]
 
@@ -121,8 +123,8 @@ class Stateful:
         return mx.zeros((*ids.shape, 4))
 
 
-def test_a_state_counts_no_padding_during_a_reply(patched_server: ModuleType) -> None:
-    """No step evaluates the count: its graph would grow with each token."""
+def test_replies_do_not_update_the_padding_of_a_state(patched_server: ModuleType) -> None:
+    """No step evaluates the padding, so its graph would grow with each token."""
     stream, model = mx.default_stream(mx.default_device()), Stateful()
     model.make_cache = PluginCaches(model, "states", ModelSupport(list))
     generator = patched_server.BatchGenerator(model, stream=stream)

@@ -24,11 +24,11 @@ from .test_single import Single
 
 PATCH = 7
 SIDE = 4
-"""Pixels of a token's side."""
+"""The width and the height of a token, in pixels."""
 
 
 def rendered(*parts: list[int] | mx.array) -> tuple[list[int], Vision]:
-    """Return a prompt of texts and images, as stock has it. An image has a row for each token."""
+    """Return stock's ids and images of a prompt. An image has a row for each token."""
     ids: list[int] = []
     vision = Vision([], [], [])
     for part in parts:
@@ -42,8 +42,8 @@ def rendered(*parts: list[int] | mx.array) -> tuple[list[int], Vision]:
     return ids, vision
 
 
-def test_images_that_differ_in_one_pixel_are_never_taken_for_each_other() -> None:
-    """If resizing removes the difference, the model gets the same pixels."""
+def test_images_that_differ_in_one_pixel_never_match() -> None:
+    """Differences that resizing removes are not tested: the model gets the same pixels then."""
     module = pytest.importorskip("mlx_lm.processors.muse_spark")
     process = module.Processor(patch_size=SIDE // 2)
     rng = np.random.default_rng(5)
@@ -56,27 +56,27 @@ def test_images_that_differ_in_one_pixel_are_never_taken_for_each_other() -> Non
 
     tree = MemoryTree(TokenText({5: b"a", 6: b"b"}), block_tokens=8)
     tree.add(ids_of(stored))
-    found = set()
+    first_ids = set()
     for number in range(1000):
         image = stored.copy()
         image.flat[number] ^= 1
         ids = ids_of(image)
-        found.add(ids[1])
+        first_ids.add(ids[1])
         assert match_prompt(tree, ROOT, pack_ids(ids)).n_tokens == 1
-    assert len(found) == 1000
+    assert len(first_ids) == 1000
     assert match_prompt(tree, ROOT, pack_ids(ids_of(stored.copy()))).n_tokens == 26
 
 
-def test_the_shape_and_every_number_of_an_image_count() -> None:
+def test_image_id_depends_on_the_shape_and_on_every_number() -> None:
     square = mx.arange(36, dtype=mx.float32).reshape(4, 3, 3)
-    others = [square.reshape(4, 9), square + 1e-6, square.astype(mx.bfloat16), square[:, ::-1]]
-    names = [with_images(*rendered([1], one, [2]))[1] for one in (square, *others)]
-    assert len(set(names)) == len(names) - 1  # these numbers are the same in bfloat16
-    assert with_images(*rendered([1], square, [2])) == [1, names[0], *[GOES_ON] * 3, 2]
+    variants = [square.reshape(4, 9), square + 1e-6, square.astype(mx.bfloat16), square[:, ::-1]]
+    image_ids = [with_images(*rendered([1], x, [2]))[1] for x in (square, *variants)]
+    assert len(set(image_ids)) == len(image_ids) - 1  # bfloat16 can hold these numbers
+    assert with_images(*rendered([1], square, [2])) == [1, image_ids[0], *[GOES_ON] * 3, 2]
 
 
-class Seeing(Counting):
-    """Its keys are the ids of texts, and of an image the numbers in its rows."""
+class ImageModel(Counting):
+    """A model whose keys are the ids of text tokens and the numbers in the rows of images."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,8 +84,8 @@ class Seeing(Counting):
 
     def embed_inputs(self, ids: mx.array, *, pixel_values: list[mx.array]) -> mx.array:
         self.n_encoded += len(pixel_values)
-        rows = iter([number for one in pixel_values for number in numbers(one)])
-        embedded = [next(rows) if one == PATCH else one for one in numbers(ids)]
+        rows = iter([number for pixels in pixel_values for number in numbers(pixels)])
+        embedded = [next(rows) if token == PATCH else token for token in numbers(ids)]
         assert next(rows, None) is None
         return mx.array(embedded, dtype=mx.float32)[:, None]
 
@@ -99,15 +99,15 @@ class Seeing(Counting):
 
 
 def numbers(array: mx.array) -> list[int]:
-    found: Any = array.flatten().tolist()
-    return list(found)
+    values: Any = array.flatten().tolist()
+    return list(values)
 
 
 def image(first: int, n_tokens: int) -> mx.array:
     return mx.arange(first, first + n_tokens).reshape(-1, 1)
 
 
-TALK: list[list[int] | mx.array] = [
+PARTS: list[list[int] | mx.array] = [
     list(range(1000, 1030)),
     image(2000, 150),
     [1100, 1101],
@@ -116,14 +116,14 @@ TALK: list[list[int] | mx.array] = [
     image(4000, 1),
     list(range(1300, 1330)),
 ]
-READ = [one for part in TALK for one in (part if isinstance(part, list) else numbers(part))]
+KEYS = [key for part in PARTS for key in (part if isinstance(part, list) else numbers(part))]
 
 
-def compute(most: int, n_cached: int = 0, caches: Any = None) -> tuple[Any, Any, list[int]]:
-    """Compute a prompt with images that is served alone; return its caches, and its keys."""
-    single: Any = Single(most)
-    ids, vision = rendered(*TALK)
-    single.model = Seeing()
+def compute(max_chunk: int, n_cached: int = 0, caches: Any = None) -> tuple[Any, Any, list[int]]:
+    """Compute a single prompt with images; return the test's `Single`, the caches and the keys."""
+    single: Any = Single(max_chunk)
+    ids, vision = rendered(*PARTS)
+    single.model = ImageModel()
     single.limited()
     keys = with_images(ids, vision)
     prompt = Prompt(keys, [keys], ["user"])
@@ -135,7 +135,7 @@ def compute(most: int, n_cached: int = 0, caches: Any = None) -> tuple[Any, Any,
         "model": single.model,
         "prompt": rest,
         "prompt_cache": caches or [KVCache()],
-        # As stock embeds the images that are not cached.
+        # Stock embeds only the images that are not cached.
         "input_embeddings": single.model.embed_inputs(
             mx.array(rest), pixel_values=fed.pixel_values[n_images:]
         ),
@@ -146,20 +146,20 @@ def compute(most: int, n_cached: int = 0, caches: Any = None) -> tuple[Any, Any,
     return single, single.options["prompt_cache"], keys
 
 
-@pytest.mark.parametrize("most", [16, 64, 2048])
-def test_chunks_cut_images(most: int) -> None:
-    single, caches, keys = compute(most)
-    assert keys_of(caches)[: len(READ) - 1] == READ[:-1]
-    assert single.options["prompt"] == READ[-1:]
-    assert single.options["input_embeddings"].flatten().tolist() == READ[-1:]
+@pytest.mark.parametrize("max_chunk", [16, 64, 2048])
+def test_chunks_may_end_inside_images(max_chunk: int) -> None:
+    single, caches, keys = compute(max_chunk)
+    assert keys_of(caches)[: len(KEYS) - 1] == KEYS[:-1]
+    assert single.options["prompt"] == KEYS[-1:]
+    assert single.options["input_embeddings"].flatten().tolist() == KEYS[-1:]
     for *_, saved, computed in single.plugin.saved:
-        assert saved == keys[: len(saved)] and computed[: len(saved)] == READ[: len(saved)]
+        assert saved == keys[: len(saved)] and computed[: len(saved)] == KEYS[: len(saved)]
 
 
-def test_an_image_that_is_cached_is_not_computed() -> None:
+def test_cached_images_are_not_encoded_again() -> None:
     _, before, _ = compute(64)
     n_cached = 180
     before[0].trim(before[0].offset - n_cached)
     single, caches, _ = compute(64, n_cached, before)
-    assert keys_of(caches)[: len(READ) - 1] == READ[:-1]
+    assert keys_of(caches)[: len(KEYS) - 1] == KEYS[:-1]
     assert single.model.n_encoded == 2

@@ -1,4 +1,4 @@
-"""Replies that leave the batch if memory is short, and later continue with the same tokens."""
+"""Parking: if memory is short, a reply leaves the batch, and later continues unchanged."""
 
 from __future__ import annotations
 
@@ -26,212 +26,216 @@ from .test_prefill import VOCABULARY, Client, Counting, Plugin, Saving, Serving
 N_TOKENS = 40
 
 
-class Scales:
-    """Has room for `most` tokens of replies, and notes what it is told."""
+class Account:
+    """A memory account for `max_tokens` of replies, which records the calls of `weigh`."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.told: list[tuple[list[int], list[int], int | None]] = []
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self.calls: list[tuple[list[int], list[int], int | None]] = []
 
     def weigh(self, replies: Sequence[int], prompts: Sequence[int], n_bytes: int | None) -> bool:
-        self.told.append((list(replies), list(prompts), n_bytes))
-        return sum(replies) <= self.most
+        self.calls.append((list(replies), list(prompts), n_bytes))
+        return sum(replies) <= self.max_tokens
 
 
-class Kept(Saving):
-    """A request whose parked replies may enter when there is room, with their saved tokens."""
+class ParkedRequest(Saving):
+    """A request that saves the caches of its parked reply, and may restore them to enter."""
 
-    is_free = False
-    keeps = True
+    may_enter = False
+    restores = True
 
     def insert(self, tokens: Sequence[int], caches: list[Any], cache_type: str) -> None:
         super().insert(tokens, caches, cache_type)
         if cache_type == PARKED:
-            self.kept = KVCache()
+            self.cache = KVCache()
             keys, values = (mx.array(x[:, :, : len(tokens)]) for x in caches[0].state[:2])
-            self.kept.keys, self.kept.values, self.kept.offset = keys, values, len(tokens)
+            self.cache.keys, self.cache.values, self.cache.offset = keys, values, len(tokens)
             self.parked = list(tokens)
 
     def advance(self) -> bool:
-        return self.is_free
+        return self.may_enter
 
     def enter(self) -> Prepared:
         assert list(self.prompt.ids[:-1]) == self.parked
-        if not self.keeps:
+        if not self.restores:
             return Prepared(self.prompt)
-        return Prepared(self.prompt, [self.kept], len(self.parked))
+        return Prepared(self.prompt, [self.cache], len(self.parked))
 
 
 @pytest.fixture
 def serve(
     patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., tuple[Serving, Scales]]]:
+) -> Iterator[Callable[..., tuple[Serving, Account]]]:
     monkeypatch.setattr(batch_generator, "WEIGH_EVERY", 4)
-    monkeypatch.setattr("tests.host.scheduling.test_prefill.Saving", Kept)
+    monkeypatch.setattr("tests.host.scheduling.test_prefill.Saving", ParkedRequest)
     made = []
 
-    def start(most: int) -> tuple[Serving, Scales]:
+    def start(max_tokens: int) -> tuple[Serving, Account]:
         plugin = Plugin(PrefillLimits(1.0, lambda position: 64))
-        scales, model = Scales(most), Counting()
+        account, model = Account(max_tokens), Counting()
         support = ModelSupport(
-            list, limits=plugin.limits, weigh=scales.weigh, most_taken_back=lambda caches: 17
+            list, limits=plugin.limits, weigh=account.weigh, most_taken_back=lambda caches: 17
         )
         model.make_cache = PluginCaches(model, "saves", support)
         stream = mx.default_stream(mx.default_device())
         made.append(patched_server.BatchGenerator(model, stream=stream))
-        return Serving(made[-1], plugin, model), scales
+        return Serving(made[-1], plugin, model), account
 
     yield start
     for generator in reversed(made):
         generator.close()
 
 
-def request_of(client: Client) -> Kept:
+def request_of(client: Client) -> ParkedRequest:
     request = client.tokens.taken.request
-    assert isinstance(request, Kept)
+    assert isinstance(request, ParkedRequest)
     return request
 
 
-def finish(serving: Serving, *clients: Client, most: int = 300) -> None:
-    for _ in range(most):
+def finish(serving: Serving, *clients: Client, max_steps: int = 300) -> None:
+    for _ in range(max_steps):
         serving.step()
         if all(len(client.answer) == N_TOKENS for client in clients):
             return
     raise AssertionError([len(client.answer) for client in clients])
 
 
-def right(client: Client) -> list[int]:
+def right_answer(client: Client) -> list[int]:
     return [(client.ids[-1] + n) % VOCABULARY for n in range(1, N_TOKENS + 1)]
 
 
-def test_an_account_that_fails_is_logged_once_and_has_room(
-    serve: Callable[..., tuple[Serving, Scales]],
+def test_failing_memory_account_is_logged_once_and_the_reply_continues(
+    serve: Callable[..., tuple[Serving, Account]],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def weigh(*_: object) -> bool:
         raise RuntimeError("bug")
 
-    monkeypatch.setattr(Scales, "weigh", weigh)
+    monkeypatch.setattr(Account, "weigh", weigh)
     serving, _ = serve(0)
     client = serving.ask(1000, 40, N_TOKENS)
     finish(serving, client)
-    assert client.answer == right(client)
-    assert len([one for one in caplog.records if "plugin saves failed" in one.message]) == 1
+    assert client.answer == right_answer(client)
+    assert len([entry for entry in caplog.records if "plugin saves failed" in entry.message]) == 1
 
 
-@pytest.mark.parametrize("keeps", [True, False])
-def test_the_youngest_goes_on_with_the_same_tokens(
-    serve: Callable[..., tuple[Serving, Scales]], monkeypatch: pytest.MonkeyPatch, keeps: bool
+@pytest.mark.parametrize("restores", [True, False])
+def test_youngest_reply_is_parked_and_continues_with_the_same_tokens(
+    serve: Callable[..., tuple[Serving, Account]], monkeypatch: pytest.MonkeyPatch, restores: bool
 ) -> None:
-    """With or without its saved tokens."""
-    monkeypatch.setattr(Kept, "keeps", keeps)
-    serving, scales = serve(most=150)
+    """Its caches are restored, or computed again."""
+    monkeypatch.setattr(ParkedRequest, "restores", restores)
+    serving, account = serve(max_tokens=150)
     clients = [serving.ask(1000 * i, 40, N_TOKENS) for i in (1, 2, 3)]
     finish(serving, *clients)
-    assert [client.answer for client in clients] == [right(client) for client in clients]
+    assert [client.answer for client in clients] == [right_answer(client) for client in clients]
     parked = [first for first, kind, *_ in serving.plugin.saved if kind == PARKED]
     assert parked[0] == 3000 and 1000 not in parked
-    assert sum(scales.told[-1][0]) <= 150
+    assert sum(account.calls[-1][0]) <= 150
     for _, kind, tokens, keys in serving.plugin.saved:
         assert kind != PARKED or tokens == keys
     chunks = [rows for rows in serving.model.computed if max(rows) > 1]
-    assert (len(chunks) == 6) == keeps  # two segments a prompt
+    assert (len(chunks) == 6) == restores  # two segments of each prompt
 
 
-def test_a_parked_reply_has_no_token_of_a_draft(
-    serve: Callable[..., tuple[Serving, Scales]], monkeypatch: pytest.MonkeyPatch
+def test_parked_reply_is_saved_without_draft_tokens(
+    serve: Callable[..., tuple[Serving, Account]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has drafts while it is alone, before and after parking; the drafts' ends are wrong."""
+    """A reply has drafts while it is alone, before and after parking; the last drafts are wrong."""
     clock = SimpleNamespace(perf_counter=count().__next__)  # no step is slow
     monkeypatch.setattr(prompt_lookup, "time", clock)
     monkeypatch.setattr(
-        Kept, "draft_ids", lambda self, run, n: [run[-1] + 1, run[-1] + 2, 7, 8][:n]
+        ParkedRequest, "draft_ids", lambda self, run, n: [run[-1] + 1, run[-1] + 2, 7, 8][:n]
     )
-    serving, _ = serve(most=120)
+    serving, _ = serve(max_tokens=120)
     clients = [serving.ask(1000, 40, N_TOKENS)]
     while len(clients[0].answer) < 9:
         serving.step()
     clients += [serving.ask(1000 * i, 40, N_TOKENS) for i in (2, 3)]
     n_before = len(serving.model.computed)
     finish(serving, *clients)
-    assert [client.answer for client in clients] == [right(client) for client in clients]
+    assert [client.answer for client in clients] == [right_answer(client) for client in clients]
     saved = [(tokens, keys) for _, kind, tokens, keys in serving.plugin.saved if kind == PARKED]
     assert saved and all(tokens == keys for tokens, keys in saved)
     for computed in (serving.model.computed[:n_before], serving.model.computed[-3:]):
         assert any(1 < rows[0] < 5 for rows in computed), "no drafts"
 
 
-def test_what_is_told_is_what_runs(serve: Callable[..., tuple[Serving, Scales]]) -> None:
-    serving, scales = serve(most=1000)
+def test_memory_account_gets_the_lengths_and_bytes_of_running_sequences(
+    serve: Callable[..., tuple[Serving, Account]],
+) -> None:
+    serving, account = serve(max_tokens=1000)
     serving.ask(1000, 40, N_TOKENS)
     serving.step()
-    replies, prompts, n_bytes = scales.told[0]
+    replies, prompts, n_bytes = account.calls[0]
     assert (replies, prompts) == ([], [40]) and n_bytes == 0
-    while not scales.told[-1][0]:
+    while not account.calls[-1][0]:
         serving.step()
-    n_told = len(scales.told)
+    n_calls = len(account.calls)
     for _ in range(8):
         serving.step()
-    assert len(scales.told) == n_told + 2  # every fourth step, if no row comes or goes
-    replies, prompts, n_bytes = scales.told[-1]
+    assert len(account.calls) == n_calls + 2  # every fourth step, if no row joins or leaves
+    replies, prompts, n_bytes = account.calls[-1]
     generator = serving.generator
     assert prompts == [] and abs(replies[0] - len(generator.replies.tokens[0])) <= 4
     assert n_bytes == generator.prompt_cache_nbytes
 
 
-def test_alone_a_reply_goes_on_whatever_it_takes(
-    serve: Callable[..., tuple[Serving, Scales]],
+def test_single_reply_is_never_parked(
+    serve: Callable[..., tuple[Serving, Account]],
 ) -> None:
-    serving, _ = serve(most=10)
+    serving, _ = serve(max_tokens=10)
     finish(serving, client := serving.ask(1000, 40, N_TOKENS))
-    assert client.answer == right(client)
+    assert client.answer == right_answer(client)
     assert not [kind for _, kind, *_ in serving.plugin.saved if kind == PARKED]
 
 
-def parked_one(serving: Serving) -> Client:
+def park_second_reply(serving: Serving) -> Client:
     _, second = (serving.ask(1000 * i, 40, N_TOKENS) for i in (1, 2))
     while not serving.generator.parked:
         serving.step()
     return second
 
 
-def test_it_enters_beside_others_as_soon_as_the_plugin_says_so(
-    serve: Callable[..., tuple[Serving, Scales]],
+def test_parked_reply_continues_as_soon_as_the_plugin_allows_it(
+    serve: Callable[..., tuple[Serving, Account]],
 ) -> None:
-    serving, scales = serve(most=90)
-    second = parked_one(serving)
+    serving, account = serve(max_tokens=90)
+    second = park_second_reply(serving)
     n_before = len(second.answer)
     for _ in range(5):
         serving.step()
     assert len(second.answer) == n_before
-    scales.most, request_of(second).is_free = 1000, True
+    account.max_tokens, request_of(second).may_enter = 1000, True
     for _ in range(3):
         serving.step()
     assert len(second.answer) > n_before
 
 
-def test_stock_sees_what_is_parked(serve: Callable[..., tuple[Serving, Scales]]) -> None:
-    """Parked replies have no caches; `next_generated` ends only when none is left."""
-    serving, scales = serve(most=90)
-    second = parked_one(serving)
+def test_stocks_methods_include_parked_replies(
+    serve: Callable[..., tuple[Serving, Account]],
+) -> None:
+    """A parked reply has no caches; `next_generated` continues until the reply has ended."""
+    serving, account = serve(max_tokens=90)
+    second = park_second_reply(serving)
     generator = serving.generator
     assert generator.extract_cache([second.uid]) == {second.uid: ([], [])}
-    assert scales.told[-1][1] == [], "no memory is counted for it while parked"
+    assert account.calls[-1][1] == [], "no memory is counted for a parked reply"
     n_before = len(second.answer)
     tokens = []
     while responses := generator.next_generated():
-        tokens += [one.token for one in responses if one.uid == second.uid]
-    assert tokens == right(second)[n_before:]
+        tokens += [response.token for response in responses if response.uid == second.uid]
+    assert tokens == right_answer(second)[n_before:]
 
 
-@pytest.mark.parametrize("how", ["left", "removed"])
-def test_a_client_that_leaves_while_its_reply_is_parked_is_forgotten(
-    serve: Callable[..., tuple[Serving, Scales]], how: str
+@pytest.mark.parametrize("reason", ["left", "removed"])
+def test_parked_reply_is_dropped_if_its_request_ends(
+    serve: Callable[..., tuple[Serving, Account]], reason: str
 ) -> None:
-    serving, _ = serve(most=90)
-    second = parked_one(serving)
-    if how == "left":
+    serving, _ = serve(max_tokens=90)
+    second = park_second_reply(serving)
+    if reason == "left":
         second.request.client_gone = True
     else:
         serving.generator.remove([second.uid])
@@ -242,15 +246,15 @@ def test_a_client_that_leaves_while_its_reply_is_parked_is_forgotten(
     assert len(second.answer) == n_before
 
 
-def test_a_parked_reply_keeps_its_sampler_and_its_processors(
-    serve: Callable[..., tuple[Serving, Scales]],
+def test_parked_reply_keeps_its_sampler_and_logits_processors(
+    serve: Callable[..., tuple[Serving, Account]],
 ) -> None:
-    """A processor sees the same tokens as without a pause, and the count continues."""
-    serving, _ = serve(most=90)
-    seen: list[int] = []
+    """At each step, also after parking, the processor gets one more token."""
+    serving, _ = serve(max_tokens=90)
+    n_tokens_seen: list[int] = []
 
     def processor(tokens: mx.array, logits: mx.array) -> mx.array:
-        seen.append(int(tokens.size))
+        n_tokens_seen.append(int(tokens.size))
         return logits
 
     first = serving.ask(1000, 40, N_TOKENS)
@@ -266,15 +270,15 @@ def test_a_parked_reply_keeps_its_sampler_and_its_processors(
     serving.clients[client.uid] = client
     finish(serving, first, client)
     assert [kind for _, kind, *_ in serving.plugin.saved if kind == PARKED]
-    assert client.answer == right(client)
-    assert seen == list(range(40, 40 + len(seen)))
+    assert client.answer == right_answer(client)
+    assert n_tokens_seen == list(range(40, 40 + len(n_tokens_seen)))
 
 
-def test_what_is_asked_of_a_prompt_that_returns_is_a_prompt(
-    serve: Callable[..., tuple[Serving, Scales]],
+def test_parked_request_has_a_prompt_with_all_its_ids(
+    serve: Callable[..., tuple[Serving, Account]],
 ) -> None:
-    serving, _ = serve(most=90)
-    second = parked_one(serving)
+    serving, _ = serve(max_tokens=90)
+    second = park_second_reply(serving)
     prompt = request_of(second).prompt
     assert isinstance(prompt, Prompt)
-    assert list(prompt.ids) == [*second.ids, *right(second)][: len(prompt.ids)]
+    assert list(prompt.ids) == [*second.ids, *right_answer(second)][: len(prompt.ids)]

@@ -1,4 +1,4 @@
-"""Prompts during replies: their order, their chunks, and faults that end only one of them."""
+"""Prompts, also during replies: their order, their chunks, and errors that end only one prompt."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ POISON = VOCABULARY - 1
 
 
 class Counting:
-    """A model that answers every token with the next number; its keys are the ids it has read."""
+    """A model that answers every token with the next id; its keys are the ids that it has read."""
 
     layers = (None,)
     make_cache: Any
@@ -70,14 +70,14 @@ class Counting:
 
 
 class Plugin:
-    """Takes requests and records what is saved of them."""
+    """A plugin that records the saves of its requests."""
 
     def __init__(self, limits: PrefillLimits, *, joins: bool = False) -> None:
         self.limits, self.joins = limits, joins
         self.saved: list[tuple[Any, str, list[int], list[int]]] = []
 
     def limit(self, model: Counting) -> None:
-        """Have the model's prompts computed within the limits."""
+        """Give the model caches with the plugin's limits."""
         support = ModelSupport(list, limits=self.limits)
         if self.joins:
             support = replace(support, merge=batch_of, together=rows_of)
@@ -85,7 +85,7 @@ class Plugin:
 
 
 class Saving(TakenRequest):
-    """Notes what is saved of a request, by the first id of its prompt."""
+    """A request whose saves are recorded with the first id of its prompt."""
 
     def __init__(self, plugin: Plugin, prompt: Prompt) -> None:
         super().__init__(prompt)
@@ -102,7 +102,7 @@ def keys_of(caches: list[Any]) -> list[int]:
 
 
 class Client:
-    """One request, from its prompt to the reply as stock would pass it on."""
+    """A client's prompt and reply, with a simulated context of stock."""
 
     def __init__(self, plugin: Any, first: int, n_prompt: int) -> None:
         self.ids = list(range(first, first + n_prompt))
@@ -153,7 +153,7 @@ class Serving:
 
     def step(self) -> None:
         prompts, replies = self.generator.next()
-        ended = [one.uid for one in prompts if one.end_of_segment and not one.end_of_prompt]
+        ended = [chunk.uid for chunk in prompts if chunk.end_of_segment and not chunk.end_of_prompt]
         for caches, tokens in self.generator.extract_cache(ended).values():
             self.segment_ends.append((list(tokens), keys_of(caches)))
         gone = []
@@ -172,8 +172,8 @@ class Serving:
                 gone.append(response.uid)
         self.generator.remove(gone)
 
-    def run(self, *clients: Client, most: int = 500) -> None:
-        for _ in range(most):
+    def run(self, *clients: Client, max_steps: int = 500) -> None:
+        for _ in range(max_steps):
             self.step()
             if all(len(client.answer) == 4 for client in clients):
                 return
@@ -189,10 +189,12 @@ def serve(patched_server: ModuleType) -> Iterator[Callable[..., Serving]]:
     made = []
 
     def start(
-        most: int = 64, max_stall_s: float = 1.0, *, joins: bool = False, **limits: Any
+        max_chunk: int = 64, max_stall_s: float = 1.0, *, joins: bool = False, **limits: Any
     ) -> Serving:
         plugin = Plugin(
-            PrefillLimits(max_stall_s, lambda position: most if position else most or 1, **limits),
+            PrefillLimits(
+                max_stall_s, lambda position: max_chunk if position else max_chunk or 1, **limits
+            ),
             joins=joins,
         )
         plugin.limit(model := Counting())
@@ -206,8 +208,8 @@ def serve(patched_server: ModuleType) -> Iterator[Callable[..., Serving]]:
         generator.close()
 
 
-def test_every_prompt_is_computed_by_itself_in_chunks(serve: Callable[..., Serving]) -> None:
-    serving = serve(most=70)
+def test_every_prompt_is_computed_alone_in_chunks(serve: Callable[..., Serving]) -> None:
+    serving = serve(max_chunk=70)
     clients = [serving.ask(1000 * i, n) for i, n in enumerate((400, 31, 200), 1)]
     serving.run(*clients)
     assert [client.answer for client in clients] == [right_answer(c) for c in clients]
@@ -216,7 +218,7 @@ def test_every_prompt_is_computed_by_itself_in_chunks(serve: Callable[..., Servi
 
 
 class TwoRanks(Ranks):
-    """Rank 0 of two, of which the other reports the same."""
+    """Rank 0 of two ranks; the other rank sends the same values."""
 
     def __init__(self) -> None:
         super().__init__(2, 0)
@@ -227,10 +229,10 @@ class TwoRanks(Ranks):
         return [(value, len(payload), payload[:104])] * 2
 
 
-def test_a_step_of_several_ranks_has_one_message_also_if_prompts_join(
+def test_step_of_several_ranks_has_at_most_one_message(
     serve: Callable[..., Serving],
 ) -> None:
-    serving, ranks = serve(most=256, joins=True), TwoRanks()
+    serving, ranks = serve(max_chunk=256, joins=True), TwoRanks()
     serving.generator._ranks = serving.model.make_cache.ranks = ranks
     clients = [serving.ask(1000 * i, n) for i, n in enumerate((100, 90, 80), 1)]
     n_messages = []
@@ -243,8 +245,8 @@ def test_a_step_of_several_ranks_has_one_message_also_if_prompts_join(
     assert set(n_messages) == {0, 1} and set(ranks.topics) == {"a step"}
 
 
-def test_parts_that_fit_a_chunk_are_computed_together(serve: Callable[..., Serving]) -> None:
-    serving = serve(most=256, joins=True)
+def test_segments_that_fit_a_chunk_are_computed_together(serve: Callable[..., Serving]) -> None:
+    serving = serve(max_chunk=256, joins=True)
     clients = [serving.ask(1000 * i, n) for i, n in enumerate((60, 44, 900, 70, 3, 52), 1)]
     serving.run(*clients)
     assert [client.answer for client in clients] == [right_answer(c) for c in clients]
@@ -252,14 +254,14 @@ def test_parts_that_fit_a_chunk_are_computed_together(serve: Callable[..., Servi
     assert max(len(rows) for rows in prompts) >= 4
     assert max(sum(rows) for rows in prompts) <= 256
     assert all(tokens == keys[: len(tokens)] for tokens, keys in serving.segment_ends)
-    assert prompts[0] == [35] * 5, "the halves of all but the long one, padded"
+    assert prompts[0] == [35] * 5, "the first segments of all short prompts, padded"
 
 
 @pytest.mark.parametrize("joins", [False, True])
-def test_a_call_has_the_least_width_where_prompts_may_join(
+def test_short_segments_are_padded_if_prompts_may_join(
     serve: Callable[..., Serving], *, joins: bool
 ) -> None:
-    serving = serve(most=256, joins=joins, least_width=33)
+    serving = serve(max_chunk=256, joins=joins, least_width=33)
     client = serving.ask(1000, 20)
     serving.run(client)
     assert client.answer == right_answer(client)
@@ -269,10 +271,10 @@ def test_a_call_has_the_least_width_where_prompts_may_join(
 
 
 @pytest.mark.parametrize("n_positions", [42, 43, 52])
-def test_padding_ends_with_the_positions_of_the_model(
+def test_padding_does_not_exceed_the_positions_of_the_model(
     serve: Callable[..., Serving], *, n_positions: int
 ) -> None:
-    serving = serve(most=256, joins=True, least_width=33, n_positions=n_positions)
+    serving = serve(max_chunk=256, joins=True, least_width=33, n_positions=n_positions)
     client = serving.ask(1000, 20)
     serving.run(client)
     assert client.answer == right_answer(client)
@@ -280,10 +282,10 @@ def test_padding_ends_with_the_positions_of_the_model(
     assert prompts == [[33], [33] if n_positions >= 43 else [9]]
 
 
-def test_a_prompt_at_the_end_of_the_positions_joins_no_longer_one(
+def test_prompt_near_the_last_position_does_not_join_a_longer_segment(
     serve: Callable[..., Serving],
 ) -> None:
-    serving = serve(most=160, joins=True, n_positions=300)
+    serving = serve(max_chunk=160, joins=True, n_positions=300)
     far = serving.ask(1000, 300)
     for _ in range(3):
         serving.step()
@@ -294,8 +296,10 @@ def test_a_prompt_at_the_end_of_the_positions_joins_no_longer_one(
 
 
 @pytest.mark.parametrize("full_precision", [0, 1])
-def test_where_some_layers_are_in_full_precision_a_prompt_is_as_alone(full_precision: int) -> None:
-    """The model makes one mask for all layers, but quantized and padded rows need two."""
+def test_joined_prompts_with_mixed_precision_layers_match_single_prompts(
+    full_precision: int,
+) -> None:
+    """The model makes one mask for all layers, but layers of other precision need another mask."""
     model = tiny_model(n_layers=3)
     spec = probe_model(model, PrecisionChoice())
     (group,) = spec.groups
@@ -310,7 +314,7 @@ def test_where_some_layers_are_in_full_precision_a_prompt_is_as_alone(full_preci
     model.make_cache = PluginCaches(model, "mixed", support)
     prompts = [[i * (7 + row) % 61 + 2 for i in range(n)] for row, n in enumerate((24, 30, 61))]
     begun, caches = (0, 21, 50), [model.make_cache() for _ in prompts]
-    found: dict[int, mx.array] = {}
+    logprobs: dict[int, mx.array] = {}
     with server_attention():
         for prompt, cache, n in list(zip(prompts, caches, begun, strict=True))[1:]:
             model(mx.array([prompt[:n]]), cache=cache)
@@ -318,26 +322,26 @@ def test_where_some_layers_are_in_full_precision_a_prompt_is_as_alone(full_preci
         generator = batch_generator.plugin_batch_generator(BatchGenerator)(model, stream=stream)
         rest = [prompt[n:] for prompt, n in zip(prompts, begun, strict=True)]
         uids = generator.insert(rest, [1] * 3, caches)
-        while len(found) < 3:
-            found |= {one.uid: one.logprobs for one in generator.next()[1]}
+        while len(logprobs) < 3:
+            logprobs |= {response.uid: response.logprobs for response in generator.next()[1]}
         generator.close()
         for uid, prompt in zip(uids, prompts, strict=True):
             logits = model(mx.array([prompt]), cache=spec.make_cache())[0, -1]
-            assert mx.allclose(found[uid], logits - mx.logsumexp(logits), atol=0.02)
+            assert mx.allclose(logprobs[uid], logits - mx.logsumexp(logits), atol=0.02)
 
 
-def test_replies_that_are_ready_begin_in_one_step(serve: Callable[..., Serving]) -> None:
-    serving = serve(most=256, joins=True)
+def test_ready_prompts_begin_their_replies_in_one_step(serve: Callable[..., Serving]) -> None:
+    serving = serve(max_chunk=256, joins=True)
     clients = [serving.ask(1000 * i, 40) for i in range(1, 6)]
     serving.run(*clients)
     steps = [rows for rows in serving.model.computed if rows == [1] * len(rows)]
     assert steps[0] == [1] * 5 and len(steps) <= 5
 
 
-def test_where_nobody_speaks_a_reply_begins_with_those_that_are_nearly_ready(
+def test_while_no_reply_runs_ready_prompts_wait_for_short_prompts(
     serve: Callable[..., Serving],
 ) -> None:
-    serving = serve(most=256, joins=True)
+    serving = serve(max_chunk=256, joins=True)
     clients = [serving.ask(1000, 40)]
     for _ in range(2):
         serving.step()
@@ -348,12 +352,12 @@ def test_where_nobody_speaks_a_reply_begins_with_those_that_are_nearly_ready(
 
 
 @pytest.mark.parametrize(
-    ("most", "chunks"), [(0, [1] * 39), (1, [1] * 39), (10, [10, 10, 10, 9]), (25, [20, 19])]
+    ("max_chunk", "chunks"), [(0, [1] * 39), (1, [1] * 39), (10, [10, 10, 10, 9]), (25, [20, 19])]
 )
-def test_no_chunk_is_longer_than_the_plugin_allows_and_all_get_on(
-    serve: Callable[..., Serving], most: int, chunks: list[int]
+def test_chunks_obey_the_plugins_limit_but_have_at_least_one_token(
+    serve: Callable[..., Serving], max_chunk: int, chunks: list[int]
 ) -> None:
-    serving = serve(most=most)
+    serving = serve(max_chunk=max_chunk)
     serving.run(client := serving.ask(1000, 40))
     assert client.answer == right_answer(client)
     assert [rows[0] for rows in serving.model.computed[: len(chunks)]] == chunks
@@ -361,8 +365,8 @@ def test_no_chunk_is_longer_than_the_plugin_allows_and_all_get_on(
 
 def test_a_chunk_is_computed_before_its_step_ends(serve: Callable[..., Serving]) -> None:
     """Otherwise the replies' next step would wait for the chunk, however long it is."""
-    serving = serve(most=64)
-    serving.ask(1000, 128)  # the first segment is one chunk, which the plugin does not see
+    serving = serve(max_chunk=64)
+    serving.ask(1000, 128)  # the first segment is one chunk, which is not saved here
     serving.step()
     gc.collect()
     before = mx.get_active_memory()
@@ -376,7 +380,7 @@ def test_a_chunk_is_computed_before_its_step_ends(serve: Callable[..., Serving])
 def test_freed_memory_above_the_plugins_limit_is_given_back(
     serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch, unused_bytes: int
 ) -> None:
-    serving = serve(most=64)
+    serving = serve(max_chunk=64)
     serving.ask(1000, 600)
     cleared: list[None] = []
     monkeypatch.setattr(mx, "get_cache_memory", lambda: unused_bytes)
@@ -386,16 +390,16 @@ def test_freed_memory_above_the_plugins_limit_is_given_back(
     assert len(cleared) == (3 if unused_bytes > serving.plugin.limits.max_unused_bytes else 0)
 
 
-def test_the_shortest_goes_first_and_the_long_one_is_not_starved(
+def test_shortest_prompt_goes_first_and_a_long_prompt_is_not_starved(
     serve: Callable[..., Serving],
 ) -> None:
-    serving = serve(most=64)
+    serving = serve(max_chunk=64)
     long = serving.ask(1000, 2000)
     serving.step()
     short = serving.ask(5000, 60)
     while not short.answer:
         serving.step()
-    assert serving.order.count(1000) <= 3  # one before the short prompt, then during its end
+    assert serving.order.count(1000) <= 3  # one chunk before the short prompt, others at its end
     n_short, begun = 0, len(serving.order)
     while not long.answer:
         n_short += 1
@@ -410,10 +414,10 @@ def test_the_shortest_goes_first_and_the_long_one_is_not_starved(
     assert long.answer[0] == 3000
 
 
-def test_a_prompt_that_is_nearly_done_goes_before_a_shorter_one(
+def test_prompt_with_the_fewest_tokens_left_goes_first(
     serve: Callable[..., Serving],
 ) -> None:
-    serving = serve(most=64)
+    serving = serve(max_chunk=64)
     serving.ask(1000, 800)
     for _ in range(10):
         serving.step()
@@ -422,31 +426,35 @@ def test_a_prompt_that_is_nearly_done_goes_before_a_shorter_one(
     assert serving.order == [1000] * 11
 
 
-def test_what_was_computed_is_saved_after_every_chunk(serve: Callable[..., Serving]) -> None:
-    serving = serve(most=64)
+def test_each_chunk_is_saved_except_at_the_end_of_a_segment(serve: Callable[..., Serving]) -> None:
+    serving = serve(max_chunk=64)
     client = serving.ask(1000, 300)
     serving.run(client)
     saved = [(kind, len(tokens)) for _, kind, tokens, _ in serving.plugin.saved]
-    # The server saves at a segment's end, so the last chunk of each is not saved twice.
+    # The server saves at a segment's end; the last chunk of a segment is not saved twice.
     assert saved == [("prefill", 64), ("prefill", 128), ("prefill", 192), ("prefill", 256)]
-    for handle, _, tokens, keys in serving.plugin.saved:
-        assert handle == 1000 and tokens == keys == client.ids[: len(tokens)]
+    for first, _, tokens, keys in serving.plugin.saved:
+        assert first == 1000 and tokens == keys == client.ids[: len(tokens)]
 
 
-def test_the_server_is_told_how_far_a_prompt_is(serve: Callable[..., Serving]) -> None:
-    serving = serve(most=64)
+def test_responses_have_the_progress_and_segment_ends_of_a_prompt(
+    serve: Callable[..., Serving],
+) -> None:
+    serving = serve(max_chunk=64)
     serving.run(client := serving.ask(1000, 300))
     assert serving.progress == [(n, 300) for n in (64, 128, 150, 192, 256, 299, 300)]
     assert serving.segment_ends == [(client.ids[:n],) * 2 for n in (150, 299)]
 
 
-def test_a_segment_of_one_token_is_not_the_last(serve: Callable[..., Serving]) -> None:
-    serving = serve(most=64)
+def test_prompt_whose_first_segment_has_one_token_is_answered(
+    serve: Callable[..., Serving],
+) -> None:
+    serving = serve(max_chunk=64)
     serving.run(client := serving.ask(1000, 3))
     assert client.answer == right_answer(client)
 
 
-def test_without_limits_of_a_plugin_stock_computes_prompts(patched_server: ModuleType) -> None:
+def test_without_a_plugin_stock_computes_prompts_in_one_batch(patched_server: ModuleType) -> None:
     model = Counting()
     stream = mx.default_stream(mx.default_device())
     with plugged():
@@ -459,10 +467,10 @@ def test_without_limits_of_a_plugin_stock_computes_prompts(patched_server: Modul
 
 
 @pytest.mark.parametrize("n_prompts", [1, 8])
-def test_no_more_at_a_time_than_the_server_allows(
+def test_concurrent_prompts_and_replies_obey_the_servers_limits(
     serve: Callable[..., Serving], n_prompts: int
 ) -> None:
-    serving = serve(most=64)
+    serving = serve(max_chunk=64)
     serving.generator.completion_batch_size = 2
     serving.generator.prefill_batch_size = n_prompts
     clients = [serving.ask(1000 * n, 50, max_tokens=12) for n in range(1, 6)]
@@ -472,8 +480,10 @@ def test_no_more_at_a_time_than_the_server_allows(
     assert max(map(len, serving.model.computed)) == 2
 
 
-def test_a_request_that_no_plugin_took_is_computed_too(serve: Callable[..., Serving]) -> None:
-    serving = serve(most=64)
+def test_untaken_requests_are_computed_and_their_errors_are_raised(
+    serve: Callable[..., Serving],
+) -> None:
+    serving = serve(max_chunk=64)
     serving.generator.prefill_batch_size = 1
     clients = [serving.ask(1000 * n, 100, is_taken=False) for n in (1, 2)]
     serving.run(*clients)
@@ -483,8 +493,10 @@ def test_a_request_that_no_plugin_took_is_computed_too(serve: Callable[..., Serv
         serving.run(bad)
 
 
-def test_a_client_that_left_is_dropped_wherever_it_is(serve: Callable[..., Serving]) -> None:
-    serving = serve(most=64)
+def test_client_that_left_is_dropped_while_queued_computed_or_replying(
+    serve: Callable[..., Serving],
+) -> None:
+    serving = serve(max_chunk=64)
     serving.generator.prefill_batch_size = 2
     decoding, stays = serving.ask(1000, 20, 4000), serving.ask(2000, 500)
     while not decoding.answer:
@@ -498,7 +510,7 @@ def test_a_client_that_left_is_dropped_wherever_it_is(serve: Callable[..., Servi
     serving.order.clear()
     serving.step()
     gone = decoding, prefilling, waiting
-    # Stock forgets a request after a response.
+    # Stock removes a request after a response.
     assert {3000, 4000} <= set(serving.order)
     assert all(isinstance(client.error, ClientGone) for client in gone)
     assert not serving.generator.extract_cache([client.uid for client in gone])
@@ -507,8 +519,8 @@ def test_a_client_that_left_is_dropped_wherever_it_is(serve: Callable[..., Servi
     assert stays.answer == right_answer(stays) and len(serving.model.computed) - n_computed < 20
 
 
-def test_what_is_removed_can_be_had(serve: Callable[..., Serving]) -> None:
-    serving = serve(most=64)
+def test_remove_returns_caches_and_tokens_if_requested(serve: Callable[..., Serving]) -> None:
+    serving = serve(max_chunk=64)
     decoding = serving.ask(1000, 20, 100)
     while not decoding.answer:
         serving.step()
@@ -526,10 +538,10 @@ def test_what_is_removed_can_be_had(serve: Callable[..., Serving]) -> None:
     assert serving.generator.remove([other.uid]) == {}
 
 
-def test_clients_that_left_cost_neither_time_nor_lines_of_the_log(
+def test_requests_of_clients_that_left_are_neither_computed_nor_logged(
     serve: Callable[..., Serving], caplog: pytest.LogCaptureFixture
 ) -> None:
-    serving = serve(most=64)
+    serving = serve(max_chunk=64)
     serving.generator.prefill_batch_size = 1
     clients = [serving.ask(1000 * n, 300) for n in (1, 2)]
     serving.step()
@@ -540,10 +552,10 @@ def test_clients_that_left_cost_neither_time_nor_lines_of_the_log(
     assert not serving.model.computed and not caplog.records
 
 
-def test_an_error_in_a_prompt_ends_this_request_alone(
+def test_error_in_a_prompt_ends_only_its_request(
     serve: Callable[..., Serving], caplog: pytest.LogCaptureFixture
 ) -> None:
-    serving = serve(most=64)
+    serving = serve(max_chunk=64)
     good = serving.ask(1000, 200)
     bad = serving.ask(POISON - 150, 151)
     serving.run(good)
@@ -557,11 +569,11 @@ def test_an_error_in_a_prompt_ends_this_request_alone(
 
 @pytest.mark.parametrize("place", [10, 50])
 @pytest.mark.parametrize("n_good", [1, 4])
-def test_an_error_in_a_joint_call_ends_the_one_at_fault_alone(
+def test_error_in_a_joint_call_ends_only_the_faulty_request(
     serve: Callable[..., Serving], n_good: int, place: int
 ) -> None:
-    """In the prompt's first half, or at the begin of its reply."""
-    serving = serve(most=512, joins=True)
+    """The error is in the first half of the prompt, or at the beginning of its reply."""
+    serving = serve(max_chunk=512, joins=True)
     bad = serving.ask(POISON - place, 51)
     good = [serving.ask(1000 * i, 30 + 9 * i) for i in range(1, n_good + 1)]
     serving.run(*good)
@@ -577,30 +589,30 @@ def test_an_error_in_a_joint_call_ends_the_one_at_fault_alone(
     assert len(prompts[-1]) == 3, "later prompts are computed together again"
 
 
-@pytest.mark.parametrize("where", ["prompt", "first token"])
-def test_where_memory_is_short_prompts_are_computed_by_themselves(
-    serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch, where: str
+@pytest.mark.parametrize("stage", ["prompt", "first token"])
+def test_after_a_joint_memory_error_prompts_are_computed_alone(
+    serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
-    serving = serve(most=512, joins=True)
+    serving = serve(max_chunk=512, joins=True)
     computed, n_failed = Counting.__call__, 0
 
-    def short(model: Counting, ids: mx.array, cache: list[Any]) -> mx.array:
+    def short_of_memory(model: Counting, ids: mx.array, cache: list[Any]) -> mx.array:
         nonlocal n_failed
         is_prompt = ids.shape[1] > 1
-        if ids.shape[0] > 1 and is_prompt == (where == "prompt") and not n_failed:
+        if ids.shape[0] > 1 and is_prompt == (stage == "prompt") and not n_failed:
             if is_prompt:
-                computed(model, ids, cache)  # caches are half changed when memory ends
+                computed(model, ids, cache)  # the caches change before the error
             n_failed += 1
             raise MemoryError("no memory")
         return computed(model, ids, cache)
 
-    monkeypatch.setattr(Counting, "__call__", short)
+    monkeypatch.setattr(Counting, "__call__", short_of_memory)
     clients = [serving.ask(1000 * i, 20 + 7 * i) for i in range(1, 5)]
-    seen = [client.uid for client in clients]
+    uids = [client.uid for client in clients]
     while not all(len(client.answer) == 4 for client in clients):
         serving.step()
         left = [client.uid for client in clients if len(client.answer) < 4]
-        assert set(left) <= set(serving.generator.extract_cache(seen))
+        assert set(left) <= set(serving.generator.extract_cache(uids))
     assert n_failed == 1
     assert [client.answer for client in clients] == [right_answer(c) for c in clients]
     assert all(client.error is None for client in clients)
@@ -609,10 +621,10 @@ def test_where_memory_is_short_prompts_are_computed_by_themselves(
     assert not (serving.generator.parked or serving.generator.prefills.all)
 
 
-def test_a_client_that_leaves_between_the_two_tries_is_forgotten(
+def test_request_that_ends_before_its_second_try_is_dropped(
     serve: Callable[..., Serving],
 ) -> None:
-    serving = serve(most=512, joins=True)
+    serving = serve(max_chunk=512, joins=True)
     bad, leaves, removed, stays = (
         serving.ask(first, 60) for first in (POISON - 9, 2000, 3000, 4000)
     )
@@ -626,9 +638,9 @@ def test_a_client_that_leaves_between_the_two_tries_is_forgotten(
     assert not serving.generator.parked and not serving.generator.prefills.all
 
 
-def test_whoever_joins_after_a_step_that_failed_is_alone(serve: Callable[..., Serving]) -> None:
-    """The server removes failed rows only when the batch's time is over."""
-    serving = serve(most=64)
+def test_after_a_failed_step_new_requests_run_alone(serve: Callable[..., Serving]) -> None:
+    """The server removes failed rows later; the next steps must not have them."""
+    serving = serve(max_chunk=64)
     pair = [serving.ask(1000 * i, 20, 100) for i in (1, 2)]
     while not all(client.answer for client in pair):
         serving.step()
@@ -641,38 +653,38 @@ def test_whoever_joins_after_a_step_that_failed_is_alone(serve: Callable[..., Se
     assert not joins.context._should_stop
 
 
-def test_a_plugin_is_told_what_each_chunk_took(
+def test_plugin_gets_the_memory_of_each_chunk(
     serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model that makes 8 MiB on the way to its keys stands for activations."""
-    computed, told = Counting.__call__, list[tuple[int, int, int]]()
+    """The model allocates 8 MiB in each call, like activations."""
+    computed, chunks = Counting.__call__, list[tuple[int, int, int]]()
 
     def wasteful(model: Counting, ids: mx.array, cache: list[Any]) -> mx.array:
         logits = computed(model, ids, cache)
         if hasattr(cache[0], "keys"):
-            passing = mx.arange(2 << 20, dtype=mx.float32) + ids.sum()
-            cache[0].keys = cache[0].keys + (passing.max() < 0)
+            activations = mx.arange(2 << 20, dtype=mx.float32) + ids.sum()
+            cache[0].keys = cache[0].keys + (activations.max() < 0)
         return logits
 
     monkeypatch.setattr(Counting, "__call__", wasteful)
-    serving = serve(most=256, joins=True, took=lambda *chunk: told.append(chunk))
+    serving = serve(max_chunk=256, joins=True, took=lambda *chunk: chunks.append(chunk))
     serving.run(serving.ask(1000, 600))
-    assert [chunk[:2] for chunk in told] == [(256, 0), (44, 256), (212, 300), (87, 512)]
-    assert all(7 << 20 < n_bytes < 20 << 20 for *_, n_bytes in told)
+    assert [chunk[:2] for chunk in chunks] == [(256, 0), (44, 256), (212, 300), (87, 512)]
+    assert all(7 << 20 < n_bytes < 20 << 20 for *_, n_bytes in chunks)
     serving.run(serving.ask(2000, 50), serving.ask(3000, 40))
-    assert told[4][:2] == (2 * 25, 0)
+    assert chunks[4][:2] == (2 * 25, 0)
 
 
-def test_a_plugin_that_cannot_say_how_much_at_once_ends_this_request_alone(
+def test_error_in_the_plugins_chunk_limit_ends_only_its_request(
     serve: Callable[..., Serving],
 ) -> None:
-    def most(position: int) -> int:
+    def most_tokens(position: int) -> int:
         if position >= 200:
             raise RuntimeError("bad luck")
         return 64
 
-    serving = serve(most=64)
-    serving.generator.prefills._limits = PrefillLimits(1.0, most)
+    serving = serve(max_chunk=64)
+    serving.generator.prefills._limits = PrefillLimits(1.0, most_tokens)
     good, bad = serving.ask(1000, 200), serving.ask(2000, 400)
     serving.run(good)
     assert good.answer == right_answer(good)
@@ -681,10 +693,10 @@ def test_a_plugin_that_cannot_say_how_much_at_once_ends_this_request_alone(
     assert "bad luck" in str(bad.error) and not bad.answer
 
 
-def test_an_error_in_a_step_of_the_replies_ends_them_and_not_the_server(
+def test_failed_step_of_replies_ends_all_replies_but_not_the_server(
     serve: Callable[..., Serving],
 ) -> None:
-    serving = serve(most=64)
+    serving = serve(max_chunk=64)
     pair = [serving.ask(1000 * i, 20, 100) for i in (1, 2)]
     while not all(client.answer for client in pair):
         serving.step()
@@ -696,16 +708,16 @@ def test_an_error_in_a_step_of_the_replies_ends_them_and_not_the_server(
     assert again.answer == right_answer(again)
 
 
-@pytest.mark.parametrize(("step_s", "most"), [(0.0, 512), (0.1, 256)])
-def test_beside_replies_a_chunk_takes_no_longer_than_they_may_wait(
-    serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch, step_s: float, most: int
+@pytest.mark.parametrize(("step_s", "expected"), [(0.0, 512), (0.1, 256)])
+def test_chunks_during_replies_take_at_most_the_maximum_stall(
+    serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch, step_s: float, expected: int
 ) -> None:
-    """A clock that advances by 0.35 ms a token stands for a device; a step takes time, too."""
+    """The clock advances by 0.35 ms for each token of a prompt, and by `step_s` for each step."""
     now_s = 0.0
     clock = SimpleNamespace(perf_counter=lambda: now_s)
     for module in (batch_generator, prefill):
         monkeypatch.setattr(module, "time", clock)
-    serving = serve(most=4096, max_stall_s=0.2)
+    serving = serve(max_chunk=4096, max_stall_s=0.2)
     computed = Counting.__call__
 
     def slow(model: Counting, ids: mx.array, cache: list[Any]) -> mx.array:
@@ -719,50 +731,50 @@ def test_beside_replies_a_chunk_takes_no_longer_than_they_may_wait(
     while not alone.answer:
         serving.step()
     longest = max(max(rows) for rows in serving.model.computed)
-    assert longest == 2048  # as many as stock: they take 0.7 s
+    assert longest == 2048  # the size of stock's chunks, which take 0.7 s
     serving.model.computed.clear()
     beside = serving.ask(11_000, 3000)
     while not beside.answer:
         serving.step()
     chunks = [rows[0] for rows in serving.model.computed if max(rows) > 1]
-    assert max(chunks) <= most and sum(chunks) == 2999
-    assert sorted(chunks)[len(chunks) // 2] == most
+    assert max(chunks) <= expected and sum(chunks) == 2999
+    assert sorted(chunks)[len(chunks) // 2] == expected
 
 
 @pytest.mark.parametrize("n_beside", [0, 3])
-def test_replies_beside_a_prompt_do_not_change_the_pace_that_is_learned(
+def test_steps_of_replies_do_not_change_the_learned_pace(
     serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch, n_beside: int
 ) -> None:
     """MLX queues work on a device, so a chunk waits for the replies' step."""
-    now_s = given_s = built_s = 0.0
+    now_s = queued_s = built_s = 0.0
 
     class Device:
-        """Stands for `mx` in our own code: work is done when somebody waits for it."""
+        """Replaces `mx` in our modules: queued work takes its time when code waits for it."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(mx, name)
 
         def synchronize(self) -> None:
-            nonlocal now_s, given_s
-            now_s, given_s = now_s + given_s, 0.0
+            nonlocal now_s, queued_s
+            now_s, queued_s = now_s + queued_s, 0.0
 
         def eval(self, *arrays: Any) -> None:
-            nonlocal given_s, built_s
-            given_s, built_s = given_s + built_s, 0.0
+            nonlocal queued_s, built_s
+            queued_s, built_s = queued_s + built_s, 0.0
             self.synchronize()
             mx.eval(*arrays)
 
     computed = Counting.__call__
 
     def timed(model: Counting, ids: mx.array, cache: list[Any]) -> mx.array:
-        nonlocal given_s, built_s
+        nonlocal queued_s, built_s
         if ids.shape[1] > 1:
             built_s += 0.02 + 1e-3 * ids.shape[1]
         else:
-            given_s += 0.08  # stock evaluates a step ahead
+            queued_s += 0.08  # stock queues a step ahead
         return computed(model, ids, cache)
 
-    serving = serve(most=4096, max_stall_s=0.4)
+    serving = serve(max_chunk=4096, max_stall_s=0.4)
     clock = SimpleNamespace(perf_counter=lambda: now_s)
     for module in (batch_generator, prefill):
         monkeypatch.setattr(module, "time", clock)
@@ -789,10 +801,10 @@ class Unmergeable(KVCache):  # type: ignore[misc]
         raise RuntimeError("bad luck")
 
 
-def test_caches_that_cannot_be_merged_end_their_request_alone(
+def test_caches_that_cannot_be_merged_end_only_their_request(
     serve: Callable[..., Serving],
 ) -> None:
-    serving = serve(most=64)
+    serving = serve(max_chunk=64)
     bad = Client(serving.plugin, 2000, 50)
     (bad.uid,) = serving.generator.insert_segments(
         segments=[[bad.ids]], max_tokens=[4], caches=[[Unmergeable()]], all_tokens=[bad.tokens[:0]]
@@ -801,13 +813,13 @@ def test_caches_that_cannot_be_merged_end_their_request_alone(
     serving.run(good := serving.ask(1000, 100))
     assert good.answer == right_answer(good)
     assert "bad luck" in str(bad.error) and not bad.answer
-    assert not serving.generator.prefills.all, "its prompt is still queued"
+    assert not serving.generator.prefills.all, "the failed prompt is still queued"
 
 
-def test_a_reply_that_cannot_join_the_others_ends_with_them_and_not_the_server(
+def test_failed_join_ends_all_replies_but_not_the_server(
     serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    serving = serve(most=64)
+    serving = serve(max_chunk=64)
     running = serving.ask(1000, 20, 100)
     while not running.answer:
         serving.step()
@@ -825,59 +837,61 @@ def test_a_reply_that_cannot_join_the_others_ends_with_them_and_not_the_server(
     assert again.answer == right_answer(again)
 
 
-def until_refused(serving: Serving, client: Client) -> None:
+def step_until_failed(serving: Serving, client: Client) -> None:
     while not client.context._should_stop:
         serving.step()
 
 
 POISONED = {"prompt": (POISON - 5, 20), "last token": (POISON - 19, 20), "reply": (POISON - 20, 20)}
-"""First ids and lengths of prompts that fail in a chunk, and in either step of their replies."""
+"""First ids and lengths of prompts that fail in a chunk, at their last token, or in their reply."""
 
 
 @pytest.mark.parametrize("place", POISONED)
-def test_requests_that_all_fail_end_the_server(serve: Callable[..., Serving], place: str) -> None:
-    """Also if their prompts were computed before."""
-    serving = serve(most=64)
+def test_consecutive_failed_requests_end_the_server(
+    serve: Callable[..., Serving], place: str
+) -> None:
+    """The chunks that succeed before a failure do not reset the count."""
+    serving = serve(max_chunk=64)
     for _ in range(MOST_IN_A_ROW - 1):
-        until_refused(serving, serving.ask(*POISONED[place]))
+        step_until_failed(serving, serving.ask(*POISONED[place]))
     serving.run(serving.ask(1000, 70))  # the count starts again
     for _ in range(MOST_IN_A_ROW - 1):
-        until_refused(serving, serving.ask(*POISONED[place]))
+        step_until_failed(serving, serving.ask(*POISONED[place]))
     with pytest.raises(DeviceFailed, match="8 steps in a row failed"):
-        until_refused(serving, serving.ask(*POISONED[place]))
+        step_until_failed(serving, serving.ask(*POISONED[place]))
 
 
-@pytest.mark.parametrize("is_healthy_one_replying", [True, False])
-def test_a_prompt_that_fails_again_and_again_ends_no_healthy_request(
-    serve: Callable[..., Serving], is_healthy_one_replying: bool
+@pytest.mark.parametrize("is_replying", [True, False])
+def test_repeated_failures_of_prompts_do_not_end_a_healthy_request(
+    serve: Callable[..., Serving], is_replying: bool
 ) -> None:
-    serving = serve(most=64)
-    n_prompt, max_tokens = (20, 300) if is_healthy_one_replying else (4000, 4)
+    serving = serve(max_chunk=64)
+    n_prompt, max_tokens = (20, 300) if is_replying else (4000, 4)
     good = serving.ask(1000, n_prompt, max_tokens)
     for _ in range(3 * MOST_IN_A_ROW):
-        until_refused(serving, serving.ask(*POISONED["prompt"]))
-    assert not good.error and bool(good.answer) == is_healthy_one_replying
+        step_until_failed(serving, serving.ask(*POISONED["prompt"]))
+    assert not good.error and bool(good.answer) == is_replying
     while len(good.answer) < max_tokens:
         serving.step()
 
 
 @pytest.mark.parametrize("n_poisoned", [MOST_IN_A_ROW - 2, MOST_IN_A_ROW - 1])
-def test_prompts_that_failed_together_and_then_alone_are_counted(
+def test_joint_failures_and_single_failures_of_prompts_are_counted(
     serve: Callable[..., Serving], n_poisoned: int
 ) -> None:
-    serving = serve(most=512, joins=True)
+    serving = serve(max_chunk=512, joins=True)
     bad = [serving.ask(POISON - 5, 20) for _ in range(n_poisoned)]
-    is_end = n_poisoned + 1 == MOST_IN_A_ROW  # once together, and each of them alone
+    is_end = n_poisoned + 1 == MOST_IN_A_ROW  # one failure together, and one of each prompt
     with pytest.raises(DeviceFailed) if is_end else nullcontext():
         for client in bad:
-            until_refused(serving, client)
+            step_until_failed(serving, client)
     assert all("bad luck" in str(client.error) for client in bad)
 
 
-def test_caches_that_cannot_be_copied_end_the_replies_and_not_the_server(
+def test_caches_that_cannot_be_copied_end_replies_but_not_the_server(
     serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    serving = serve(most=64)
+    serving = serve(max_chunk=64)
     running = serving.ask(1000, 20, 100)
     with monkeypatch.context() as patch:
 
@@ -885,18 +899,18 @@ def test_caches_that_cannot_be_copied_end_the_replies_and_not_the_server(
             raise RuntimeError("no memory")
 
         patch.setattr(serving.generator, "_copy_rows", fails)
-        until_refused(serving, running)
+        step_until_failed(serving, running)
         assert "no memory" in str(running.error)
     serving.run(again := serving.ask(3000, 70))
     assert again.answer == right_answer(again)
 
 
 @pytest.mark.parametrize("n_long", [2, 7, 8, 9])
-def test_a_short_prompt_does_not_wait_beside_many_long_ones(
+def test_short_prompt_does_not_wait_for_many_long_prompts(
     serve: Callable[..., Serving], n_long: int
 ) -> None:
-    """It does not wait for the end of a long one either, if the server computes its maximum."""
-    serving = serve(most=64)
+    """The prompt begins also if the server already computes its maximum number of prompts."""
+    serving = serve(max_chunk=64)
     for n in range(n_long):
         serving.ask(1000 * (n + 1), 3000 + n)
     for _ in range(3 * n_long):
@@ -906,15 +920,15 @@ def test_a_short_prompt_does_not_wait_beside_many_long_ones(
     while not short.answer:
         serving.step()
         assert len(serving.order) < n_before + 50
-    others = [one for one in serving.order[n_before:] if one != 15_000]
+    others = [first for first in serving.order[n_before:] if first != 15_000]
     assert len(others) <= 3, others
     assert len(serving.generator.queue) == max(0, n_long - 8)
 
 
-def test_freed_memory_is_given_back_beside_a_long_reply(
+def test_freed_memory_is_given_back_during_a_long_reply(
     serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    serving = serve(most=64)
+    serving = serve(max_chunk=64)
     client = serving.ask(1000, 20, max_tokens=1100)
     while not client.answer:
         serving.step()
@@ -925,20 +939,20 @@ def test_freed_memory_is_given_back_beside_a_long_reply(
     assert len(cleared) == 2
 
 
-def test_an_error_does_not_hold_the_caches_of_its_prompt(
+def test_error_does_not_keep_the_caches_of_its_prompt_alive(
     serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Pytest keeps what is logged, with its traceback.
+    # Pytest keeps log records with their tracebacks.
     monkeypatch.setattr(
         "mlx_lm_kvpersist.host.scheduling.batch_generator.logger.error", lambda *_, **__: None
     )
-    serving = serve(most=64)
+    serving = serve(max_chunk=64)
     client = serving.ask(1000, 400)
     serving.generator.queue[0].segments[1][-2] = POISON
     serving.step()
     computed = weakref.ref(serving.generator.prefills.all[0])
     while serving.generator.prefills.all:
         serving.step()
-    error = client.error  # as the client's thread does
+    error = client.error  # the client's thread keeps the error, too
     gc.collect()
     assert error is not None and computed() is None

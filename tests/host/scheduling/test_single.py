@@ -26,10 +26,10 @@ N_SYSTEM = 70
 
 
 class Single:
-    """One prompt, in a system's part and a user's, as the server gives it to `stream_generate`."""
+    """A prompt with a system and a user segment, as the server gives it to `stream_generate`."""
 
-    def __init__(self, most: int = 64) -> None:
-        self.model, self.plugin = Counting(), Plugin(PrefillLimits(1.0, lambda position: most))
+    def __init__(self, max_chunk: int = 64) -> None:
+        self.model, self.plugin = Counting(), Plugin(PrefillLimits(1.0, lambda position: max_chunk))
         self.client = SimpleNamespace(client_gone=False)
         self.queue: Queue[Any] = Queue()
         self.reply = ReplyQueue(self.queue, self.client)  # type: ignore[arg-type]
@@ -68,15 +68,15 @@ class Single:
         return self.options["prompt_cache"], self.options["prompt"]
 
 
-def holds(caches: Any, ids: list[int]) -> bool:
-    """Whether a cache's keys are these ids; its buffer may have more room."""
+def has_keys(caches: Any, ids: list[int]) -> bool:
+    """Whether the keys of the first cache are these ids; its buffer may be longer."""
     return bool(caches[0].offset == len(ids) and keys_of(caches)[: len(ids)] == ids)
 
 
-def test_it_is_computed_in_chunks_and_saved_after_each() -> None:
+def test_single_prompt_is_computed_in_chunks_and_saved_after_each() -> None:
     single = Single().limited()
     caches, rest = single.compute()
-    assert rest == IDS[-1:] and holds(caches, IDS[:-1])
+    assert rest == IDS[-1:] and has_keys(caches, IDS[:-1])
     saved = [(kind, tokens) for _, kind, tokens, _ in single.plugin.saved]
     ends = [(PREFILL, 64), ("system", 70), (PREFILL, 128), (PREFILL, 192), ("user", 199)]
     assert saved == [(kind, IDS[:end]) for kind, end in ends]
@@ -84,36 +84,36 @@ def test_it_is_computed_in_chunks_and_saved_after_each() -> None:
         assert keys[: len(tokens)] == tokens
 
 
-def test_what_is_cached_is_not_computed_again() -> None:
+def test_cached_tokens_are_not_computed_again() -> None:
     before, _ = Single().limited().compute()
     before[0].trim(99)
     single = Single().limited()
     caches, rest = single.compute(before, n_cached=100)
-    assert holds(caches, IDS[:-1]) and rest == IDS[-1:]
+    assert has_keys(caches, IDS[:-1]) and rest == IDS[-1:]
     assert sum(n for rows in single.model.computed for n in rows) == 99
 
 
 @pytest.mark.parametrize("n_cached", [0, 100, len(IDS) - 1])
-def test_penalties_are_shown_the_whole_prompt(n_cached: int) -> None:
+def test_logits_processors_get_the_whole_prompt(n_cached: int) -> None:
     before, _ = Single().limited().compute()
     before[0].trim(len(IDS) - 1 - n_cached)
     single = Single().limited()
     processors = [lambda tokens, logits: (tokens.tolist(), logits)]
     _, rest = single.compute(before if n_cached else None, n_cached, logits_processors=processors)
-    (shown,) = single.options["logits_processors"]
-    assert shown(mx.array([*rest, 5]), "logits") == ([*IDS, 5], "logits")
+    (processor,) = single.options["logits_processors"]
+    assert processor(mx.array([*rest, 5]), "logits") == ([*IDS, 5], "logits")
 
 
-def test_the_writer_hears_of_a_reply_that_runs_alone() -> None:
-    single, told = Single(), []
+def test_stepped_is_called_when_a_single_reply_begins() -> None:
+    single, calls = Single(), []
     limits = single.plugin.limits
-    stepped = lambda n_replies, seconds: told.append((n_replies, seconds))  # noqa: E731
+    stepped = lambda n_replies, seconds: calls.append((n_replies, seconds))  # noqa: E731
     single.plugin.limits = replace(limits, stepped=stepped)
     single.limited().compute()
-    assert told == [(1, None)]
+    assert calls == [(1, None)]
 
 
-def test_it_is_given_up_when_its_client_leaves() -> None:
+def test_single_prompt_stops_when_its_client_leaves() -> None:
     single = Single().limited()
     save = single.plugin.saved.append
 
@@ -127,47 +127,49 @@ def test_it_is_given_up_when_its_client_leaves() -> None:
     assert sum(n for rows in single.model.computed for n in rows) == N_SYSTEM
 
 
-def test_a_prompt_that_no_plugin_took_is_stocks() -> None:
+def test_untaken_prompt_is_passed_to_stock_unchanged() -> None:
     single = Single().limited()
-    given = {"model": single.model, "prompt": IDS}
-    assert list(plugin_stream_generate(single.stock)(**given)) == ["token"]
-    assert single.options == given and not single.model.computed
+    arguments = {"model": single.model, "prompt": IDS}
+    assert list(plugin_stream_generate(single.stock)(**arguments)) == ["token"]
+    assert single.options == arguments and not single.model.computed
 
 
-def test_a_plugin_is_told_what_each_chunk_of_a_single_prompt_took() -> None:
-    single, told = Single(), []
-    took = lambda *chunk: told.append(chunk)  # noqa: E731
+def test_plugin_gets_the_memory_of_each_chunk_of_a_single_prompt() -> None:
+    single, chunks = Single(), []
+    took = lambda *chunk: chunks.append(chunk)  # noqa: E731
     single.plugin.limits = replace(single.plugin.limits, took=took)
     single.limited().compute()
-    assert [chunk[:2] for chunk in told] == [(64, 0), (6, 64), (58, 70), (64, 128), (7, 192)]
-    assert all(n_bytes >= 0 for *_, n_bytes in told)
+    assert [chunk[:2] for chunk in chunks] == [(64, 0), (6, 64), (58, 70), (64, 128), (7, 192)]
+    assert all(n_bytes >= 0 for *_, n_bytes in chunks)
 
 
-def test_a_single_reply_is_weighed_while_it_grows() -> None:
-    seen: list[Any] = []
+def test_memory_account_is_updated_while_a_single_reply_grows() -> None:
+    calls: list[Any] = []
 
     def weigh(*running: Any) -> bool:
-        seen.append(running)
+        calls.append(running)
         return True
 
     single = Single().limited()
-    made = single.model.make_cache
-    made._support = replace(made._support, weigh=weigh)
+    caches = single.model.make_cache
+    caches._support = replace(caches._support, weigh=weigh)
     single.tokens = ["token"] * (2 * WEIGH_EVERY)
     single.compute()
-    assert seen == [((), (len(IDS),), None), ((), (len(IDS) + WEIGH_EVERY,), None)]
+    assert calls == [((), (len(IDS),), None), ((), (len(IDS) + WEIGH_EVERY,), None)]
 
 
-@pytest.mark.parametrize(("asked", "given"), [(0, 0), (3, 3), (10**30, MOST_DRAFTED)])
-def test_a_draft_model_computes_no_more_than_caches_take_back(asked: int, given: int) -> None:
+@pytest.mark.parametrize(("requested", "expected"), [(0, 0), (3, 3), (10**30, MOST_DRAFTED)])
+def test_draft_tokens_are_limited_to_the_number_that_caches_can_trim(
+    requested: int, expected: int
+) -> None:
     single, draft = Single().limited(), Single().limited().model
-    caches, _ = single.compute(draft_model=draft, num_draft_tokens=asked)
-    assert single.options["num_draft_tokens"] == given
-    assert len(caches) == 2 and all(holds([cache], IDS[:-1]) for cache in caches)
+    caches, _ = single.compute(draft_model=draft, num_draft_tokens=requested)
+    assert single.options["num_draft_tokens"] == expected
+    assert len(caches) == 2 and all(has_keys([cache], IDS[:-1]) for cache in caches)
 
 
 @pytest.mark.parametrize("tokens", [[], ["token"]])
-def test_replies_that_always_fail_end_the_server(tokens: list[str]) -> None:
+def test_single_replies_that_always_fail_end_the_server(tokens: list[str]) -> None:
     single = Single().limited()
     single.tokens, single.error = tokens, RuntimeError("bad luck")
     for _ in range(MOST_IN_A_ROW - 1):
