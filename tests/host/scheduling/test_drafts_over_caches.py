@@ -1,4 +1,4 @@
-"""Draft tokens over every kind of cache change no reply, and leave nothing in the store.
+"""Draft tokens change neither replies nor the caches that are saved, for every kind of cache.
 
 Each reply is compared with the model's own caches, which compute it token by token.
 """
@@ -28,8 +28,8 @@ from models_check.configs import available
 
 from .test_prompt_lookup import batch_of_rows
 
-WORDS = 60
-"""Ids that prompts are made of."""
+N_IDS = 60
+"""The number of ids that prompts are made of."""
 FULL, DEFAULT = PrecisionChoice(16, 16), PrecisionChoice()
 
 
@@ -51,7 +51,7 @@ class Composite(nn.Module):  # type: ignore[misc]
 
 @dataclass
 class Reply:
-    """A model's reply, and the caches after the last token."""
+    """A model's reply, and the caches after its last token."""
 
     tokens: list[int]
     logprobs: list[mx.array]
@@ -84,7 +84,7 @@ class Replies:
             caches = [KVCache() for _ in self.model.layers]
         return caches
 
-    def plainly(self, prompt: list[int], n_tokens: int, stop: int | None) -> Reply:
+    def without_drafts(self, prompt: list[int], n_tokens: int, stop: int | None) -> Reply:
         """Compute a reply token by token."""
         reply, ids = Reply([], [], self.own_caches()), prompt
         while len(reply.tokens) < n_tokens and stop not in reply.tokens[-1:]:
@@ -94,20 +94,20 @@ class Replies:
             ids = reply.tokens[-1:]
         return reply
 
-    def drafted(
+    def with_drafts(
         self,
         prompt: list[int],
         n_tokens: int,
         stop: int | None,
-        said: list[int],
+        right_ids: list[int],
         rng: random.Random,
         *,
         beside: bool,
     ) -> Reply:
-        """Compute a reply with drafts of `said`, in which some tokens are wrong.
+        """Compute a reply with drafts of `right_ids`, in which some tokens are wrong.
 
-        The prompt is computed in chunks of any length. If another reply ran `beside` it, the row
-        may have padding in front.
+        The prompt is computed in chunks of random length. `beside`: another reply was in the batch,
+        so the row may begin with padding.
         """
         row, start = self.make_cache(), 0
         while start < len(prompt) - 1:
@@ -116,44 +116,50 @@ class Replies:
             start = stop_at
         rows, prompts = [row], [prompt]
         if beside and start:
-            other = [rng.randrange(1, WORDS) for _ in range(rng.randrange(2, 2 * len(prompt) + 2))]
+            other = [rng.randrange(1, N_IDS) for _ in range(rng.randrange(2, 2 * len(prompt) + 2))]
             rows.append(self.make_cache())
             self.model(mx.array([other[:-1]]), cache=rows[1])
             prompts.append(other)
         batch = batch_of_rows(self.model, prompts, rows, n_tokens, stop)
         batch.filter([0])
-        made = PromptLookup(most_taken_back)
-        made._gain = made._step_s = 1e9
+        lookup = PromptLookup(most_taken_back)
+        lookup._gain = lookup._step_s = 1e9
 
         def after(last: Sequence[int], n: int) -> list[int]:
             at = len(batch.tokens[0]) - len(prompt) + 1
-            right = [*said, *(said[-1:] * n)][at : at + n]
+            right = [*right_ids, *(right_ids[-1:] * n)][at : at + n]
             share = rng.choice((0.0, 0.1, 0.4))
-            wrong = [(one + 1) % WORDS if rng.random() < share else one for one in right[1:]]
+            wrong = [(token + 1) % N_IDS if rng.random() < share else token for token in right[1:]]
             return [*right[:1], *wrong]
 
-        made._after = after  # type: ignore[method-assign]
-        told: list[Any] = []
+        lookup._after = after  # type: ignore[method-assign]
+        responses: list[Any] = []
         self.n_drafted = 0
         while len(batch):
-            made._n_ids = rng.randrange(1, prompt_lookup.MOST_DRAFTED + 1)
-            more, is_drafted = made.next(batch)
-            told += more
+            lookup._n_ids = rng.randrange(1, prompt_lookup.MOST_DRAFTED + 1)
+            more, is_drafted = lookup.next(batch)
+            responses += more
             self.n_drafted += is_drafted
         return Reply(
-            [one.token for one in told], [one.logprobs for one in told], told[-1].prompt_cache
+            [response.token for response in responses],
+            [response.logprobs for response in responses],
+            responses[-1].prompt_cache,
         )
 
     def check(self, rng: random.Random, n_prompt: int, n_tokens: int) -> int:
         """Compare a reply with drafts and a reply without; return how many steps had drafts."""
-        prompt = [rng.randrange(1, WORDS) for _ in range(n_prompt)]
+        prompt = [rng.randrange(1, N_IDS) for _ in range(n_prompt)]
         with server_attention():
-            said = self.plainly(prompt, n_tokens + prompt_lookup.MOST_DRAFTED, None).tokens
-            stop = rng.choice((None, said[rng.randrange(n_tokens)]))
-            plain = self.plainly(prompt, n_tokens, stop)
-            drafted = self.drafted(prompt, n_tokens, stop, said, rng, beside=rng.random() < 0.3)
+            right_ids = self.without_drafts(
+                prompt, n_tokens + prompt_lookup.MOST_DRAFTED, None
+            ).tokens
+            stop = rng.choice((None, right_ids[rng.randrange(n_tokens)]))
+            plain = self.without_drafts(prompt, n_tokens, stop)
+            drafted = self.with_drafts(
+                prompt, n_tokens, stop, right_ids, rng, beside=rng.random() < 0.3
+            )
             assert drafted.tokens == plain.tokens
-            worst = max(map(farthest, drafted.logprobs, plain.logprobs))
+            worst = max(map(max_difference, drafted.logprobs, plain.logprobs))
             assert worst < self.tolerance
             self.check_end(drafted.caches, [*prompt, *drafted.tokens])
         return self.n_drafted
@@ -164,28 +170,28 @@ class Replies:
         self.model(mx.array([ids]), cache=cold)
         for slot, other in zip(slots_of(caches), slots_of(cold), strict=True):
             if isinstance(slot, SequenceQuantizedKVCache):
-                slot.plan = other.plan = None  # then they give arrays
+                slot.plan = other.plan = None  # the caches then return arrays
                 slot.forget(), other.forget()
                 assert (slot.offset, slot.newest.size()) == (len(ids), other.newest.size())
                 pairs = zip(slot.keys_and_values(), other.keys_and_values(), strict=True)
                 for pair in pairs:
-                    assert share_far_apart(*pair) < 1e-3
+                    assert share_of_differences(*pair) < 1e-3
             elif states := kind_of(slot).states(slot):
-                assert max(map(farthest, states, kind_of(other).states(other))) < 1e-4
+                assert max(map(max_difference, states, kind_of(other).states(other))) < 1e-4
             else:
                 kind = kind_of(slot)
                 window = kind.window(slot) if kind.window else len(ids)
                 at = max(0, len(ids) - window), len(ids)
                 assert kind.positions(slot)[1] == len(ids)
                 for x, y in zip(kind.tokens(slot, *at), kind.tokens(other, *at), strict=True):
-                    assert farthest(*x, *y) < 1e-4
+                    assert max_difference(*x, *y) < 1e-4
 
 
-def farthest(x: mx.array, y: mx.array) -> float:
+def max_difference(x: mx.array, y: mx.array) -> float:
     return float(mx.abs(x - y).max()) if x.size else 0.0
 
 
-def share_far_apart(x: mx.array, y: mx.array) -> float:
+def share_of_differences(x: mx.array, y: mx.array) -> float:
     far: Any = mx.abs(x - y) > 1e-3 * mx.abs(y).max()
     return float(far.mean())
 
@@ -195,14 +201,14 @@ def windowed(name: str, window: int) -> Any:
 
 
 def seeds(n_fast: int) -> list[Any]:
-    """Return 16 seeds, of which some are tried by default."""
+    """Return 16 seeds, of which the first `n_fast` run by default."""
     slow = (pytest.param(seed, marks=pytest.mark.slow) for seed in range(n_fast, 16))
     return [*range(n_fast), *slow]
 
 
 @pytest.mark.parametrize("seed", seeds(4))
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "composite"])
-def test_a_draft_over_the_end_of_a_window_changes_nothing(name: str, seed: int) -> None:
+def test_drafts_across_the_end_of_a_window_do_not_change_replies(name: str, seed: int) -> None:
     rng = random.Random(f"{name} {seed}")
     window = (8, 16, 33, 64)[seed % 4]
     model = Composite(windowed("gemma3_text", window)) if name == "composite" else None
@@ -211,48 +217,49 @@ def test_a_draft_over_the_end_of_a_window_changes_nothing(name: str, seed: int) 
         replies.check(rng, max(1, window - before), rng.randrange(1, 2 * window))
         for before in (window, *rng.sample(range(1, window), 2), -3)
     )
-    assert n_drafted, "no drafts, although they could be taken back"
+    assert n_drafted, "no drafts, although the caches can be trimmed"
 
 
 @pytest.mark.parametrize("seed", seeds(2))
 @pytest.mark.parametrize("choice", [FULL, DEFAULT], ids=["full precision", "quantized"])
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
-def test_a_draft_over_the_end_of_a_block_changes_nothing(
+def test_drafts_across_the_end_of_a_block_do_not_change_replies(
     name: str, choice: PrecisionChoice, seed: int
 ) -> None:
-    """The one model reads packed keys, the other arrays. Buffers grow at 256 tokens, too."""
+    """One model reads packed keys, the other reads arrays. Buffers also grow at 256 tokens."""
     rng = random.Random(f"{name} {seed}")
     replies = Replies(build(name), choice)
     n_prompt = rng.choice((1, 2)) * GRID - rng.randrange(0, 24)
     assert replies.check(rng, n_prompt, rng.randrange(20, 40))
 
 
-def test_a_state_is_never_given_a_draft() -> None:
+def test_recurrent_model_gets_no_drafts() -> None:
     rng, replies = random.Random(1), Replies(build("lfm2"))
     assert [replies.check(rng, n_prompt, 12) for n_prompt in (2, 9)] == [0, 0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", available())
-def test_a_draft_changes_no_reply_of_any_architecture(name: str) -> None:
-    """Replies are compared in a batch: some differ if they run alone, in mlx-lm, too."""
+def test_drafts_do_not_change_replies_of_any_architecture(name: str) -> None:
+    """Both replies run in a batch: some replies of stock mlx-lm differ without a batch."""
     try:
         replies = Replies(build(name))
     except ModelNotSupported:
-        pytest.skip("its caches are not kept")
+        pytest.skip("the model's caches are not stored")
     slots = slots_of(replies.make_cache())
     if not (replies.batches and all(hasattr(slot, "merge") for slot in slots)):
-        pytest.skip("it is not served in a batch")
+        pytest.skip("the model is not served in a batch")
     rng = random.Random(name)
     for n_prompt in (3, 9, 20, 250):
-        prompt = [rng.randrange(1, WORDS) for _ in range(n_prompt)]
+        prompt = [rng.randrange(1, N_IDS) for _ in range(n_prompt)]
         row = replies.make_cache()
         replies.model(mx.array([prompt[:-1]]), cache=row)
         batch, plain = batch_of_rows(replies.model, [prompt], [row], 40, None), list[Any]()
         while len(batch):
             plain += batch.next()
-        said = [one.token for one in plain]
-        drafted = replies.drafted(prompt, 24, None, said, rng, beside=False)
-        assert drafted.tokens == said[:24]
-        pairs = zip(drafted.logprobs, [one.logprobs for one in plain], strict=False)
-        assert max(farthest(*pair) for pair in pairs) < 1e-2  # 4e-4 in muse_spark without drafts
+        right_ids = [response.token for response in plain]
+        drafted = replies.with_drafts(prompt, 24, None, right_ids, rng, beside=False)
+        assert drafted.tokens == right_ids[:24]
+        pairs = zip(drafted.logprobs, [response.logprobs for response in plain], strict=False)
+        # Without drafts, the difference is 4e-4 in muse_spark.
+        assert max(max_difference(*pair) for pair in pairs) < 1e-2

@@ -1,4 +1,4 @@
-"""Draft tokens: replies are the same as without them, and caches have exactly their tokens."""
+"""Draft tokens change no reply, and caches have only the tokens of the reply."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from models_check.build import build
 from .test_prefill import Counting, Plugin, Saving, Serving, right_answer
 
 stock: Any = import_module("mlx_lm.generate")
-WORDS = 40
-"""Ids of the vocabulary."""
+N_IDS = 40
+"""The size of the vocabulary."""
 
 
 class Scripted:
-    """A model that says the next id of a script; its keys are the ids it has read."""
+    """A model that answers with the next id of a script; its keys are the ids that it has read."""
 
     layers = (None,)
 
@@ -48,20 +48,22 @@ class Scripted:
         keys = mx.broadcast_to(ids[:, None, :, None], (len(ids), 1, n, 32)).astype(mx.float32)
         cache[0].update_and_fetch(keys, keys)
         follow = mx.array(self.script[start + 1 : start + n + 1])
-        return mx.where(mx.arange(WORDS) == follow[:, None], 9.0, 0.0)[None]
+        return mx.where(mx.arange(N_IDS) == follow[:, None], 9.0, 0.0)[None]
 
 
 def repeating(seed: int, n: int) -> list[int]:
-    """Return ids that often repeat what came before, exactly or nearly."""
+    """Return ids that often repeat earlier ids, exactly or nearly."""
     rng, ids = random.Random(seed), [1, 2, 3, 4, 5]
     while len(ids) < n:
         at, length = rng.randrange(len(ids) - 4), rng.choice((1, 5, 12, 40))
         ids += ids[at : at + length]
-        ids.append(rng.randrange(WORDS - 1))
+        ids.append(rng.randrange(N_IDS - 1))
     return ids[:n]
 
 
-def begun(model: Scripted, n_prompt: int, n_reply: int, quantized: bool, stop: int | None) -> Any:
+def begin_reply(
+    model: Scripted, n_prompt: int, n_reply: int, quantized: bool, stop: int | None
+) -> Any:
     """Return stock's batch of one reply whose prompt was computed except its last id."""
     row: Any = SequenceQuantizedKVCache(KVPrecision.of(8, 32)) if quantized else KVCache()
     return batch_of_one(model, model.script[:n_prompt], [row], n_reply, stop)
@@ -82,7 +84,7 @@ def batch_of_rows(
     if hasattr(stock, "StopSequences"):
         stops = {"stop_sequences": [stock.StopSequences(sequences) for _ in prompts]}
     else:  # 0.31.3
-        ends = {"normal": [(one, None) for one in sequences]} if sequences else {}
+        ends = {"normal": [(sequence, None) for sequence in sequences]} if sequences else {}
         machines = [stock.SequenceStateMachine(ends, initial="normal") for _ in prompts]
         stops = {"state_machines": machines}
     return stock.GenerationBatch(
@@ -101,38 +103,40 @@ def batch_of_rows(
     )
 
 
-def all_of(batch: Any, steps: Any) -> list[Any]:
-    told: list[Any] = []
+def all_responses(batch: Any, step: Any) -> list[Any]:
+    responses: list[Any] = []
     while len(batch):
-        told += steps(batch)
-    return told
+        responses += step(batch)
+    return responses
 
 
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_a_reply_is_that_of_one_token_at_a_time(
+def test_reply_with_drafts_equals_the_reply_without_drafts(
     seed: int, quantized: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_lookup, "MOST_CREDIT", 1e9)  # even wrong drafts are continued
+    monkeypatch.setattr(prompt_lookup, "MOST_CREDIT", 1e9)  # also after wrong drafts
     rng = random.Random(seed)
     script = repeating(seed, 900)
     n_prompt, n_reply = rng.randrange(8, 400), rng.randrange(1, 400)
     stop = rng.choice((None, script[n_prompt + n_reply // 2]))
-    plain, guessing = Scripted(script), Scripted(script)
-    expected = all_of(begun(plain, n_prompt, n_reply, quantized, stop), lambda one: one.next())
-    made = PromptLookup(most_taken_back)
-    made._gain = 1e9
-    batch = begun(guessing, n_prompt, n_reply, quantized, stop)
-    told = all_of(batch, lambda one: made.next(one)[0])
+    plain, drafting = Scripted(script), Scripted(script)
+    expected = all_responses(
+        begin_reply(plain, n_prompt, n_reply, quantized, stop), lambda batch: batch.next()
+    )
+    lookup = PromptLookup(most_taken_back)
+    lookup._gain = 1e9
+    batch = begin_reply(drafting, n_prompt, n_reply, quantized, stop)
+    drafted = all_responses(batch, lambda batch: lookup.next(batch)[0])
 
-    def said(one: Any) -> tuple[Any, ...]:
-        return one.uid, one.token, one.finish_reason, one.all_tokens
+    def fields(response: Any) -> tuple[Any, ...]:
+        return response.uid, response.token, response.finish_reason, response.all_tokens
 
-    assert list(map(said, told)) == list(map(said, expected))
-    for one, other in zip(told, expected, strict=True):
-        assert mx.array_equal(one.logprobs, other.logprobs)
-    end, other = told[-1].prompt_cache[0], expected[-1].prompt_cache[0]
-    assert end.size() == len(told[-1].all_tokens) == other.size()
+    assert list(map(fields, drafted)) == list(map(fields, expected))
+    for response, other in zip(drafted, expected, strict=True):
+        assert mx.array_equal(response.logprobs, other.logprobs)
+    end, other = drafted[-1].prompt_cache[0], expected[-1].prompt_cache[0]
+    assert end.size() == len(drafted[-1].all_tokens) == other.size()
     assert (
         all(map(mx.array_equal, end.keys_and_values(), other.keys_and_values()))
         if (quantized)
@@ -140,23 +144,23 @@ def test_a_reply_is_that_of_one_token_at_a_time(
     )
 
 
-def test_what_repeats_takes_fewer_calls_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_text_takes_fewer_calls_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(perf_counter=count().__next__)  # no step is slow
     monkeypatch.setattr(prompt_lookup, "time", clock)
     script = [*range(1, 31), *range(1, 31), *range(1, 31)]
-    model, made = Scripted(script), PromptLookup(most_taken_back)
-    batch = begun(model, 36, 50, False, None)
+    model, lookup = Scripted(script), PromptLookup(most_taken_back)
+    batch = begin_reply(model, 36, 50, False, None)
     model.n_read.clear()
-    all_of(batch, lambda one: made.next(one)[0])
+    all_responses(batch, lambda batch: lookup.next(batch)[0])
     assert len(model.n_read) < 15 and max(model.n_read) > 8
 
 
-def test_wrong_guesses_are_paid_off_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step takes a second here, a step with a draft three, and each draft is wrong."""
+def test_wrong_drafts_are_rare_and_cost_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes one second, a step with drafts takes three, and all drafts are wrong."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(prompt_lookup, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    made, n_guesses = PromptLookup(most_taken_back), 0
-    batch = begun(Scripted([1, 2, 3, 4, 5] * 400), 20, 900, False, None)
+    lookup, n_drafted = PromptLookup(most_taken_back), 0
+    batch = begin_reply(Scripted([1, 2, 3, 4, 5] * 400), 20, 900, False, None)
     stock_step = batch.next
 
     def step() -> Any:
@@ -170,76 +174,83 @@ def test_wrong_guesses_are_paid_off_before_the_next(monkeypatch: pytest.MonkeyPa
     batch.next = step
     monkeypatch.setattr(prompt_lookup, "checked", wrong)
     while len(batch):
-        n_guesses += made.next(batch)[1]
-    assert 3 <= n_guesses <= 6
+        n_drafted += lookup.next(batch)[1]
+    assert 3 <= n_drafted <= 6
     assert clock.now <= 900 * 1.03
 
 
 @pytest.mark.parametrize("change", ["nothing", "a processor", "another reply", "no room"])
-def test_only_a_single_reply_without_processors_is_guessed(change: str) -> None:
-    """And a draft has only as many tokens as the caches can take back."""
+def test_only_a_single_reply_without_processors_gets_drafts(change: str) -> None:
+    """Also, a draft has only as many tokens as the caches can trim."""
     script = [1, 2, 3, 4, 5] * 40
-    batch = begun(Scripted(script), 20, 30, False, None)
-    made = PromptLookup(lambda caches: 1 if change == "no room" else most_taken_back(caches))
-    made._step_s = 1e9
+    batch = begin_reply(Scripted(script), 20, 30, False, None)
+    lookup = PromptLookup(lambda caches: 1 if change == "no room" else most_taken_back(caches))
+    lookup._step_s = 1e9
     if change == "a processor":
         batch.logits_processors = [[lambda ids, logits: logits]]
     if change == "another reply":
-        batch.extend(begun(Scripted(script), 20, 30, False, None))
-    assert made.next(batch)[1] == (change == "nothing")
+        batch.extend(begin_reply(Scripted(script), 20, 30, False, None))
+    assert lookup.next(batch)[1] == (change == "nothing")
 
 
 @pytest.mark.parametrize("choice", [PrecisionChoice(16, 16), PrecisionChoice()])
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
-def test_a_real_model_goes_on_as_it_would(family: str, choice: PrecisionChoice) -> None:
-    """Over the ends of blocks, where drafts are shortened."""
+def test_drafts_do_not_change_the_reply_of_a_real_model(
+    family: str, choice: PrecisionChoice
+) -> None:
+    """The reply crosses ends of blocks, where drafts are shorter."""
     model = build(family)
     end_on_grid(model)
     with server_attention():
         spec = probe_model(model, choice)
         rng = random.Random(3)
         prompt = [rng.randrange(1, 60) for _ in range(200)]
-        plain = all_of(batch_of_one(model, prompt, spec.make_cache(), 400), lambda one: one.next())
-        # The reply, with faults, is given as a passage that the model has read.
-        said = [one.token for one in plain]
-        faulty = [id_ if rng.random() < 0.9 else (id_ + 1) % 60 for id_ in said]
-        made = PromptLookup(most_taken_back)
-        made._gain, made._step_s = 1e9, 1e9
-        seen = prompt_lookup.Occurrences(7, [*prompt[:-1]])
-        seen.after = lambda run, n: faulty[len(seen.ids) - 199 :][:n]  # type: ignore[method-assign]
+        plain = all_responses(
+            batch_of_one(model, prompt, spec.make_cache(), 400), lambda batch: batch.next()
+        )
+        # The drafts are the reply with wrong ids.
+        right_ids = [response.token for response in plain]
+        faulty = [id_ if rng.random() < 0.9 else (id_ + 1) % 60 for id_ in right_ids]
+        lookup = PromptLookup(most_taken_back)
+        lookup._gain, lookup._step_s = 1e9, 1e9
+        runs = prompt_lookup.Occurrences(7, [*prompt[:-1]])
+        runs.after = lambda run, n: faulty[len(runs.ids) - 199 :][:n]  # type: ignore[method-assign]
         batch = batch_of_one(model, prompt, spec.make_cache(), 400)
-        seen.ids = batch.tokens[0]
-        made._occurrences = seen
-        told = all_of(batch, lambda one: made.next(one)[0])
-    assert [one.token for one in told] == said
+        runs.ids = batch.tokens[0]
+        lookup._occurrences = runs
+        drafted = all_responses(batch, lambda batch: lookup.next(batch)[0])
+    assert [response.token for response in drafted] == right_ids
 
 
-def test_a_sampler_is_asked_for_one_token_at_a_time() -> None:
-    """XTC draws one random number a call, and in older versions compares all rows with it."""
+def test_sampler_gets_one_token_at_a_time() -> None:
+    """XTC draws one random number per call; in older versions the number is used for all rows."""
     script, shapes = [1, 2, 3, 4, 5] * 40, set()
-    batch, made = begun(Scripted(script), 20, 30, False, None), PromptLookup(most_taken_back)
+    batch, lookup = (
+        begin_reply(Scripted(script), 20, 30, False, None),
+        PromptLookup(most_taken_back),
+    )
 
     def sample(logprobs: mx.array) -> mx.array:
         shapes.add(logprobs.shape)
         return mx.argmax(logprobs, axis=-1)
 
     batch.samplers = [sample]
-    told = all_of(batch, lambda one: made.next(one)[0])
-    assert shapes == {(1, WORDS)} and [one.token for one in told] == script[20:50]
+    responses = all_responses(batch, lambda batch: lookup.next(batch)[0])
+    assert shapes == {(1, N_IDS)} and [response.token for response in responses] == script[20:50]
 
 
-class Counted(Saving):
-    """A request whose plugin has drafts: the next numbers, and then a wrong number."""
+class DraftingRequest(Saving):
+    """A request whose plugin drafts the next ids, and then a wrong id."""
 
     def draft_ids(self, run: Sequence[int], n: int) -> list[int]:
         return [*range(run[-1] + 1, run[-1] + n), 7]
 
 
 @pytest.mark.parametrize("place", ["model", "end"])
-def test_a_draft_that_fails_half_way_ends_its_reply_and_leaves_nothing(
+def test_error_in_a_draft_ends_the_reply_and_saves_no_drafts(
     place: str, patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the model, whose caches then have the draft's tokens, or at an end in the draft."""
+    """The error is in the model, after its caches got the draft, or at an end in the draft."""
 
     class Failing(Counting):
         def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
@@ -248,7 +259,7 @@ def test_a_draft_that_fails_half_way_ends_its_reply_and_leaves_nothing(
                 raise RuntimeError("bad luck")
             return logits
 
-    monkeypatch.setattr("tests.host.scheduling.test_prefill.Saving", Counted)
+    monkeypatch.setattr("tests.host.scheduling.test_prefill.Saving", DraftingRequest)
     plugin, model = Plugin(PrefillLimits(1.0, lambda position: 64)), Failing()
     support = ModelSupport(list, batch_of, limits=plugin.limits, most_taken_back=most_taken_back)
     model.make_cache = PluginCaches(model, "saves", support)
@@ -274,7 +285,7 @@ def test_a_draft_that_fails_half_way_ends_its_reply_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("answer", [None, "many", RuntimeError("bug")])
-def test_a_plugin_that_cannot_tell_its_room_gets_no_drafts(
+def test_invalid_or_failing_most_taken_back_counts_as_zero(
     answer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     def room(caches: Sequence[Any]) -> Any:
@@ -288,8 +299,8 @@ def test_a_plugin_that_cannot_tell_its_room_gets_no_drafts(
     assert "plugin fails failed in hook model_loaded" in caplog.text
 
 
-class Stored(TakenRequest):
-    """A request whose plugin has stored some ids, and fails now and then."""
+class StoredIds(TakenRequest):
+    """A request whose plugin drafts from stored ids, and sometimes fails."""
 
     def __init__(self, ids: list[int], rng: random.Random) -> None:
         self._ids, self._rng = ids, rng
@@ -298,40 +309,40 @@ class Stored(TakenRequest):
     def draft_ids(self, run: Sequence[int], n: int) -> Any:
         self.n_asked += 1
         if self._rng.random() < 0.1:
-            return self._rng.choice(([-1], None, "ids", [True], [1.5], [WORDS], [1 << 70]))
+            return self._rng.choice(([-1], None, "ids", [True], [1.5], [N_IDS], [1 << 70]))
         if self._rng.random() < 0.1:
-            raise RuntimeError("no guess today")
+            raise RuntimeError("no drafts")
         ends = [end for end in range(3, len(self._ids)) if self._ids[end - 3 : end] == run[-3:]]
         return self._ids[ends[-1] :] if ends else ()  # more than was requested
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_the_conversation_does_not_have_is_guessed_by_the_plugin(
+def test_plugin_drafts_runs_that_are_new_to_the_conversation(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompt_lookup, "MOST_CREDIT", 1e9)
     rng = random.Random(seed)
-    said = [rng.randrange(WORDS) for _ in range(400)]
-    stored = [id_ if rng.random() < 0.95 else rng.randrange(WORDS) for id_ in said]
-    script = [*(rng.randrange(WORDS) for _ in range(30)), *said]
-    plain, guessing = Scripted(script), Scripted(script)
-    expected = all_of(begun(plain, 30, 350, True, None), lambda one: one.next())
-    batch, request = begun(guessing, 30, 350, True, None), Stored(stored, rng)
+    right_ids = [rng.randrange(N_IDS) for _ in range(400)]
+    stored = [id_ if rng.random() < 0.95 else rng.randrange(N_IDS) for id_ in right_ids]
+    script = [*(rng.randrange(N_IDS) for _ in range(30)), *right_ids]
+    plain, drafting = Scripted(script), Scripted(script)
+    expected = all_responses(begin_reply(plain, 30, 350, True, None), lambda batch: batch.next())
+    batch, request = begin_reply(drafting, 30, 350, True, None), StoredIds(stored, rng)
     batch.tokens = [TakenTokens(batch.tokens[0], Taken("stored", request))]
-    made = PromptLookup(most_taken_back)
-    made._gain = 1e9
-    guessing.n_read.clear()
-    told = all_of(batch, lambda one: made.next(one)[0])
-    assert [one.token for one in told] == [one.token for one in expected]
-    assert told[-1].all_tokens == expected[-1].all_tokens
-    assert request.n_asked > 50 and len(guessing.n_read) < 200
-    assert max(guessing.n_read) <= prompt_lookup.MOST_DRAFTED + 1
+    lookup = PromptLookup(most_taken_back)
+    lookup._gain = 1e9
+    drafting.n_read.clear()
+    drafted = all_responses(batch, lambda batch: lookup.next(batch)[0])
+    assert [response.token for response in drafted] == [response.token for response in expected]
+    assert drafted[-1].all_tokens == expected[-1].all_tokens
+    assert request.n_asked > 50 and len(drafting.n_read) < 200
+    assert max(drafting.n_read) <= prompt_lookup.MOST_DRAFTED + 1
 
 
-def test_a_plugin_is_not_asked_for_what_the_conversation_has() -> None:
+def test_plugin_is_not_asked_for_runs_in_the_conversation() -> None:
     script = [*range(1, 31), *range(1, 31), *range(1, 31)]
-    model, request = Scripted(script), Stored([], random.Random(0))
-    batch, made = begun(model, 36, 50, False, None), PromptLookup(most_taken_back)
+    model, request = Scripted(script), StoredIds([], random.Random(0))
+    batch, lookup = begin_reply(model, 36, 50, False, None), PromptLookup(most_taken_back)
     batch.tokens = [TakenTokens(batch.tokens[0], Taken("stored", request))]
-    all_of(batch, lambda one: made.next(one)[0])
-    assert request.n_asked <= 1  # with the last id of the first pass
+    all_responses(batch, lambda batch: lookup.next(batch)[0])
+    assert request.n_asked <= 1  # for the end of the first repetition
