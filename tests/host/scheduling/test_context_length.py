@@ -1,4 +1,4 @@
-"""The length of a model's context, from its own files: a wrong refusal is worse than none."""
+"""The context length in a model's files; if it is uncertain, prompts have no limit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ LONGROPE = {"type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}
         ({"max_position_embeddings": 4096, "rope_scaling": {"factor": 0.5, "type": "x"}}, 4096),
     ],
 )
-def test_what_a_configuration_states(config: dict[str, Any], length: int | None) -> None:
+def test_context_length_is_read_from_a_configuration(
+    config: dict[str, Any], length: int | None
+) -> None:
     assert length_of(config) == length
 
 
@@ -61,33 +63,33 @@ def write(folder: Path, text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("stated", "tokenizers", "found"),
+    ("config_length", "tokenizer_length", "expected"),
     [
-        (32768, 131072, 131072),  # Qwen2.5: both are true, the first without rope scaling
-        (32768, 2048, 32768),  # left over from a training
+        (32768, 131072, 131072),  # Qwen2.5: the first length is without rope scaling
+        (32768, 2048, 32768),  # the tokenizer's length is left over from training
         (8192, int(1e30), 8192),
         (8192, None, 8192),
         (None, 2048, None),  # a recurrent model with another model's tokenizer
     ],
 )
-def test_the_larger_of_two_counts(
-    tmp_path: Path, stated: int | None, tokenizers: int | None, found: int | None
+def test_larger_length_of_configuration_and_tokenizer_is_used(
+    tmp_path: Path, config_length: int | None, tokenizer_length: int | None, expected: int | None
 ) -> None:
-    model = write(tmp_path, json.dumps({"max_position_embeddings": stated}))
-    assert max_context(model, SimpleNamespace(model_max_length=tokenizers)) == found
+    model = write(tmp_path, json.dumps({"max_position_embeddings": config_length}))
+    assert max_context(model, SimpleNamespace(model_max_length=tokenizer_length)) == expected
 
 
 ENDLESS = '{"n_ctx": 8, "rope_scaling": {"type": "linear", "factor": 1e999}}'
 
 
 @pytest.mark.parametrize("text", ["{bad", "[]", "5", "\xff", ENDLESS])
-def test_what_cannot_be_read_limits_nothing(tmp_path: Path, text: str) -> None:
+def test_unreadable_configuration_gives_no_limit(tmp_path: Path, text: str) -> None:
     assert max_context(write(tmp_path, text), SimpleNamespace()) is None
     assert max_context(str(tmp_path / "none"), SimpleNamespace()) is None
     assert max_context("no/such/name/at all", SimpleNamespace()) is None
 
 
-def test_a_repository_is_found_in_the_hubs_cache(
+def test_configuration_is_read_from_the_hubs_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))

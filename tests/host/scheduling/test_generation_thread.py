@@ -1,4 +1,4 @@
-"""A generation thread that ends, ends the server: clients are told, turns are written."""
+"""If the generation thread ends, the server ends: clients get errors, turns are written."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def test_a_dead_generation_thread_ends_the_server(
         whole.join(60)
         streamed.join(60)
         status = server.wait(60)
-    for found in (killer, whole.result, later):
-        assert found[0] == 503, found
-        assert int(found[1]["retry-after"]) > 0
-        assert "RuntimeError: ended by a test" in json.loads(found[2])["error"]["message"]
+    for response in (killer, whole.result, later):
+        assert response[0] == 503, response
+        assert int(response[1]["retry-after"]) > 0
+        assert "RuntimeError: ended by a test" in json.loads(response[2])["error"]["message"]
     assert health[0] == 503
     assert "the server ends" in json.loads(streamed.result[-1][1])["error"]["message"]
     assert status == 1
@@ -75,11 +75,11 @@ def test_a_dead_generation_thread_ends_the_server(
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("more", [{}, {"seed": 3}], ids=["in a batch", "alone"])
+@pytest.mark.parametrize("options", [{}, {"seed": 3}], ids=["in a batch", "alone"])
 def test_a_device_that_refuses_all_work_ends_the_server(
-    environment: Environment, tiny_model: Path, tmp_path: Path, more: dict[str, int]
+    environment: Environment, tiny_model: Path, tmp_path: Path, options: dict[str, int]
 ) -> None:
-    """The next process finds all turns that were stored before."""
+    """The next process reuses the turn that was stored before."""
     plugins = ("--plugin", "kvpersist", "--kvpersist-dir", str(tmp_path / "store"))
     question = {"messages": [{"role": "user", "content": "Why? " * 300}], "max_tokens": 2}
     with ServerProcess(
@@ -90,17 +90,17 @@ def test_a_device_that_refuses_all_work_ends_the_server(
         env={"FAIL_IN": "device"},
     ) as server:
         before = server.request("POST", CHAT, question)
-        waiting = InThread(lambda: server.request("POST", CHAT, LONG) if not more else None)
-        if not more:  # a request with a seed would wait for the end of this reply
+        waiting = InThread(lambda: server.request("POST", CHAT, LONG) if not options else None)
+        if not options:  # a request with a seed would wait until this reply ends
             wait_until(lambda: "17/17" in server.log, "a reply that runs")
-        last = server.request("POST", CHAT, {"messages": USER, "top_k": 13, **more})
+        last = server.request("POST", CHAT, {"messages": USER, "top_k": 13, **options})
         waiting.join(60)
         wait_until(lambda: server.request("GET", "/health")[0] == 503, "an unhealthy server")
         status = server.wait(60)
     assert before[0] == 200
-    for found in (last, waiting.result or last):
-        assert found[0] >= 500, found
-        assert "Submissions Ignored" in json.loads(found[2])["error"]["message"]
+    for response in (last, waiting.result or last):
+        assert response[0] >= 500, response
+        assert "Submissions Ignored" in json.loads(response[2])["error"]["message"]
     assert status == 1
     assert server.log.splitlines()[-1] == (
         "mlx_lm.server --plugin kvpersist --plugin failing: the server ends: its device computes "
@@ -113,11 +113,11 @@ def test_a_device_that_refuses_all_work_ends_the_server(
     assert json.loads(again[2])["choices"] == json.loads(before[2])["choices"]
 
 
-def test_whoever_waits_when_the_queue_closes_is_answered() -> None:
+def test_closed_queue_fails_open_requests_and_refuses_new_requests() -> None:
     requests = RequestQueue()
     waiting: Queue[Any] = Queue()
     requests.put((waiting, "request", "args"))
-    assert requests.get_nowait()[0] is waiting  # being served: it is no longer in the queue
+    assert requests.get_nowait()[0] is waiting  # the request is served now, and no longer queued
     error = GenerationStopped("the end")
     requests.close(error)
     assert waiting.get_nowait() is error
@@ -125,28 +125,28 @@ def test_whoever_waits_when_the_queue_closes_is_answered() -> None:
         requests.put((Queue(), "request", "args"))
 
 
-def test_nobody_slips_in_while_the_queue_closes() -> None:
-    is_there = threading.Event()
+def test_request_added_while_the_queue_closes_gets_the_error() -> None:
+    is_adding = threading.Event()
 
-    class Slow(WeakSet[Any]):
+    class SlowSet(WeakSet[Any]):
         def add(self, item: Any) -> None:
-            is_there.set()
+            is_adding.set()
             time.sleep(0.1)
             super().add(item)
 
     requests, waiting = RequestQueue(), Queue[Any]()
-    requests._reply_queues = Slow()
+    requests._reply_queues = SlowSet()
     late = InThread(lambda: requests.put((waiting, "request", "args")))
-    assert is_there.wait(60)
+    assert is_adding.wait(60)
     requests.close(error := GenerationStopped("the end"))
     late.join()
     assert waiting.get_nowait() is error
 
 
-def test_the_end_is_told_whatever_provides_the_model(
+def test_thread_error_is_reported_also_for_a_provider_without_is_ready(
     patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A provider of mlx-lm's own tests has no `is_ready`; the thread's error is still logged."""
+    """The provider in mlx-lm's own tests has no `is_ready`."""
 
     def fail(self: Any) -> None:
         raise RuntimeError("bad luck")
@@ -173,7 +173,7 @@ def test_a_server_that_takes_no_requests_is_not_healthy(patched_server: ModuleTy
     assert not generator.is_healthy
 
 
-def test_a_server_that_is_stopped_answers_whoever_waits(
+def test_stopped_server_sends_an_error_to_a_running_stream(
     environment: Environment, tiny_model: Path, tmp_path: Path
 ) -> None:
     with ServerProcess(

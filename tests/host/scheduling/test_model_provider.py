@@ -1,4 +1,4 @@
-"""A loaded model makes the plugins' caches, and a failure is never a silent stock server."""
+"""A loaded model makes the plugin's caches; if the plugin fails, loading the model fails."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.host import plugged
 
 
 class Model:
-    """The part of a model that makes caches."""
+    """A model with three layers and without its own caches."""
 
     layers = (None, None, None)
 
@@ -35,8 +35,8 @@ class Batchable:
     def merge(self, caches: Any) -> None: ...
 
 
-class Makes:
-    """Answers with three of these caches; raises an exception, and gives no answer for None."""
+class CachesPlugin:
+    """A plugin that makes three of the given caches, raises the given error, or ignores models."""
 
     batches = True
 
@@ -62,7 +62,7 @@ class Makes:
 
 @pytest.fixture
 def provider(patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A provider whose models are made, not read."""
+    """A provider with fake models instead of files."""
 
     def load(path: Any, *args: Any, return_config: bool = False, **kwargs: Any) -> Any:
         model = ModelWithCaches() if path == "own" else Model()
@@ -73,95 +73,95 @@ def provider(patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any
     return patched_server.ModelProvider(ARGS)
 
 
-def test_without_an_answer_the_model_is_left_alone(provider: Any) -> None:
-    with plugged(Makes(None)) as _:
+def test_without_a_plugins_answer_the_model_is_not_changed(provider: Any) -> None:
+    with plugged(CachesPlugin(None)) as _:
         provider.load("plain")
     assert "make_cache" not in vars(provider.model)
     assert provider.is_batchable
 
 
 def test_caches_come_from_the_plugin(patched_server: ModuleType, provider: Any) -> None:
-    with plugged(Makes(object())):
+    with plugged(CachesPlugin(object())):
         provider.load("plain")
         assert not provider.is_batchable
         provider.load("own")
         assert not provider.is_batchable
-    with plugged(makes := Makes(Batchable())):
+    with plugged(caches_plugin := CachesPlugin(Batchable())):
         provider.load("plain")
         assert provider.is_batchable
         assert [type(c) for c in patched_server.make_prompt_cache(provider.model)] == [
             Batchable
         ] * 3
-        assert makes.providers == [provider.model]
+        assert caches_plugin.providers == [provider.model]
         provider._load("plain", draft_model_path="draft")
         assert not provider.is_batchable
 
 
-def test_a_plugin_may_have_a_model_served_one_at_a_time(provider: Any) -> None:
-    loading = []
+def test_plugin_can_disable_batching_and_runs_while_the_model_loads(provider: Any) -> None:
+    was_loading = []
 
-    class Alone(Makes):
+    class Unbatched(CachesPlugin):
         batches = False
 
         def make(self) -> Any:
-            loading.append(provider.is_loading)
+            was_loading.append(provider.is_loading)
             return super().make()
 
-    with plugged(Alone(Batchable())):
+    with plugged(Unbatched(Batchable())):
         provider.load("plain")
     assert not provider.is_batchable
-    assert loading == [True] and not provider.is_loading
-    with plugged(Makes(RuntimeError("no"))), pytest.raises(RuntimeError):
+    assert was_loading == [True] and not provider.is_loading
+    with plugged(CachesPlugin(RuntimeError("no"))), pytest.raises(RuntimeError):
         provider.load("own")
     assert not provider.is_loading
 
 
-def test_each_model_has_its_own_number_of_ids(provider: Any) -> None:
-    with plugged(Makes(None)):
+def test_number_of_logits_is_read_again_for_each_model(provider: Any) -> None:
+    with plugged(CachesPlugin(None)):
         for n_ids in (7, 9):
             provider.load(f"of {n_ids}")
             provider.model = lambda token, n_ids=n_ids: mx.zeros((1, 1, n_ids))
             assert provider.n_logits == n_ids
 
 
-@pytest.mark.parametrize("later", [None, RuntimeError("later")])
+@pytest.mark.parametrize("second_answer", [None, RuntimeError("later")])
 @pytest.mark.parametrize(("path", "expected"), [("own", ["own", "caches", "three"]), ("plain", 3)])
-def test_later_a_silent_or_failing_plugin_leaves_the_models_own_way(
-    provider: Any, later: Any, path: str, expected: Any
+def test_model_makes_its_own_caches_if_the_plugin_later_makes_none(
+    provider: Any, second_answer: Any, path: str, expected: Any
 ) -> None:
-    with plugged(Makes(Batchable(), later)):
+    with plugged(CachesPlugin(Batchable(), second_answer)):
         provider.load(path)
         caches = provider.model.make_cache()
     assert caches == expected or [type(cache) for cache in caches] == [KVCache] * expected
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no such store"), KeyError("x")])
-def test_a_failure_reaches_the_caller_and_the_next_request_tries_again(
+def test_plugin_failure_fails_the_load_and_the_next_load_tries_again(
     provider: Any, error: Exception
 ) -> None:
     for _ in range(2):
-        with plugged(Makes(error)), pytest.raises(type(error)):
+        with plugged(CachesPlugin(error)), pytest.raises(type(error)):
             provider.load("plain")
         assert provider.model is None and provider.model_key is None
-        # A later model's failure is its client's; only the default model stops the server.
+        # Only a failure of the default model stops the server.
         assert provider.fatal_error is None
-    with plugged(Makes(Batchable())):
+    with plugged(CachesPlugin(Batchable())):
         provider.load("plain")
     assert provider.is_batchable
 
 
 def test_the_server_is_ready_when_its_model_is_loaded(provider: Any) -> None:
     error = RuntimeError("no such store")
-    with plugged(Makes(error)), pytest.raises(RuntimeError) as raised:
+    with plugged(CachesPlugin(error)), pytest.raises(RuntimeError) as raised:
         provider.load_default()
     assert raised.value is error
     assert not provider.is_ready
-    with plugged(Makes(None)):
+    with plugged(CachesPlugin(None)):
         provider.load_default()
     assert provider.is_ready
 
 
-def test_every_name_of_the_own_model_is_one_model(
+def test_every_name_of_the_default_model_loads_this_model(
     provider: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     snapshot = tmp_path / "models--mlx-community--a--b" / "snapshots" / "abc"
@@ -173,7 +173,7 @@ def test_every_name_of_the_own_model_is_one_model(
     names = ["team", str(snapshot), str(link), "mlx-community/a--b"]
     assert own_names(args) == names
     provider._model_map["default_model"] = None
-    with plugged(Makes(None)):
+    with plugged(CachesPlugin(None)):
         provider.load_default()
         provider._model_map["default_model"] = str(link)
         provider._adapter_map["default_model"] = "adapter"
@@ -188,7 +188,7 @@ def test_every_name_of_the_own_model_is_one_model(
     assert own_names(args) == []
 
 
-def test_a_default_model_that_stock_cannot_load_is_named(
+def test_error_names_a_default_model_that_cannot_be_loaded(
     provider: Any, patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(*args: Any, **kwargs: Any) -> Any:
@@ -196,16 +196,16 @@ def test_a_default_model_that_stock_cannot_load_is_named(
 
     monkeypatch.setattr(patched_server, "load", load)
     expected = r"--model probe cannot be loaded \(FileNotFoundError: no model\); expected a folder"
-    with plugged(Makes(None)), pytest.raises(ConfigError, match=expected):
+    with plugged(CachesPlugin(None)), pytest.raises(ConfigError, match=expected):
         provider.load_default()
     assert not provider.is_ready
 
 
 def test_a_model_is_freed_without_the_garbage_collector(provider: Any) -> None:
-    with plugged(makes := Makes(Batchable())):
+    with plugged(caches_plugin := CachesPlugin(Batchable())):
         provider.load("plain")
     model = weakref.ref(provider.model)
-    makes.providers.clear()
+    caches_plugin.providers.clear()
     gc.disable()
     try:
         provider.model = None

@@ -1,4 +1,4 @@
-"""The prompt cache: a plugin's requests stay with it, and every fetch leaves a token."""
+"""The prompt cache: plugins serve the requests they took; every fetch leaves a token."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
 from tests.support.host import plugged
 
 
-class Saves(TakenRequest):
-    """Records its arguments at a save, or raises."""
+class SavingRequest(TakenRequest):
+    """A request that records its saves, or raises an error."""
 
     def __init__(self, n_cached: int = 0, error: Exception | None = None) -> None:
         super().__init__(Prompt([1, 2, 3], [[1, 2, 3]], ["user"]))
@@ -32,9 +32,9 @@ class Saves(TakenRequest):
         self.saved.append((list(tokens), cache_type))
 
 
-def taken_by(taker: Saves) -> TakenTokens:
+def taken_by(request: SavingRequest) -> TakenTokens:
     """Return tokens 1, 2, 3 of a request that a plugin took."""
-    taken = Taken("saves", taker)
+    taken = Taken("saves", request)
     taken.enter()
     return TakenTokens([1, 2, 3], taken)
 
@@ -53,24 +53,26 @@ def filled_cache(server: ModuleType, n_tokens: int) -> tuple[Any, list[Any]]:
 @pytest.mark.parametrize(
     ("tokens", "n_cached"), [([*range(8), 100, 101], 8), ([*range(5), 100], 5), ([*range(5)], 4)]
 )
-def test_what_no_plugin_took_is_stocks(
+def test_untaken_tokens_are_fetched_from_stocks_cache(
     patched_server: ModuleType, tokens: list[int], n_cached: int
 ) -> None:
     cache, _ = filled_cache(patched_server, 8)
-    found, rest = cache.fetch_nearest_cache("m", tokens)
-    assert (found[0].offset, rest) == (n_cached, tokens[n_cached:])
+    caches, rest = cache.fetch_nearest_cache("m", tokens)
+    assert (caches[0].offset, rest) == (n_cached, tokens[n_cached:])
 
 
 @pytest.mark.parametrize("n_tokens", [2, 8])
-def test_an_exact_hit_of_stock_leaves_a_token(patched_server: ModuleType, n_tokens: int) -> None:
-    """Stock returns an empty rest here, and its generation thread dies of it."""
+def test_exact_hit_in_stocks_cache_leaves_tokens_to_compute(
+    patched_server: ModuleType, n_tokens: int
+) -> None:
+    """Stock returns an empty rest here, which ends its generation thread."""
     cache, _ = filled_cache(patched_server, 8)
-    found, rest = cache.fetch_nearest_cache("m", list(range(8)))
+    caches, rest = cache.fetch_nearest_cache("m", list(range(8)))
     assert rest == [6, 7]
-    assert found[0].offset == 6
+    assert caches[0].offset == 6
 
 
-def test_an_exact_hit_of_one_token_is_a_miss(patched_server: ModuleType) -> None:
+def test_exact_hit_of_one_token_is_a_miss(patched_server: ModuleType) -> None:
     cache, _ = filled_cache(patched_server, 1)
     assert cache.fetch_nearest_cache("m", [0]) == (None, [0])
 
@@ -80,26 +82,26 @@ def test_a_taken_request_gets_its_plugins_caches_once(
     patched_server: ModuleType, n_cached: int, rest: list[int]
 ) -> None:
     cache = patched_server.LRUPromptCache(10)
-    tokens = taken_by(Saves(n_cached))
+    tokens = taken_by(SavingRequest(n_cached))
     assert cache.fetch_nearest_cache("m", tokens) == (["caches"] if n_cached else None, rest)
     assert cache.fetch_nearest_cache("m", tokens) == (None, [1, 2, 3])
 
 
-def test_what_a_plugin_took_is_saved_by_it_alone(patched_server: ModuleType) -> None:
+def test_taken_request_is_saved_by_its_plugin_and_not_by_stock(patched_server: ModuleType) -> None:
     cache = patched_server.LRUPromptCache(10)
-    cache.insert_cache("m", taken_by(taker := Saves()), ["caches"], cache_type="user")
-    assert taker.saved == [([1, 2, 3], "user")]
+    cache.insert_cache("m", taken_by(request := SavingRequest()), ["caches"], cache_type="user")
+    assert request.saved == [([1, 2, 3], "user")]
     assert len(cache) == 0
 
 
-def test_failures_are_logged_once_a_kind_and_the_server_goes_on(
+def test_repeated_save_failure_is_logged_once_and_raises_nothing(
     patched_server: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     with plugged():
-        cache, taker = patched_server.LRUPromptCache(10), Saves(error=OSError("full"))
+        cache, request = patched_server.LRUPromptCache(10), SavingRequest(error=OSError("full"))
         for _ in range(3):
-            cache.insert_cache("m", taken_by(taker), ["caches"], cache_type="user")
+            cache.insert_cache("m", taken_by(request), ["caches"], cache_type="user")
     messages = [record.getMessage() for record in caplog.records if record.exc_info]
     assert messages == ["kvpersist: plugin saves failed in hook take_request; ignored"]
     assert caplog.records[0].name == "mlx_lm_kvpersist.host.manager"

@@ -1,4 +1,4 @@
-"""Tokenizing between two hooks: allowed changes of a prompt, and the cost of failures."""
+"""Tokenizing between two hooks: allowed changes of a prompt, and failures of plugins."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.support.host import plugged
 TOKENIZER = SimpleNamespace(has_chat_template=False, encode=lambda text: list(text.encode()))
 
 
-class Prepares:
-    """Prepares as the test says."""
+class FakePlugin:
+    """A plugin that returns or raises the test's objects."""
 
     def __init__(self, prompt: Any = None, messages: Any = None) -> None:
         self.prompt, self.messages = prompt, messages
         self.n_messages = 0
-        self.given: tuple[Any, ...] = ()
+        self.arguments: tuple[Any, ...] = ()
 
     @hookimpl
     def prepare_messages(self, messages: list[Any]) -> None:
@@ -35,14 +35,14 @@ class Prepares:
 
     @hookimpl
     def take_request(self, request: ClientRequest, prompt: Prompt) -> Any:
-        self.given = request, prompt
+        self.arguments = request, prompt
         if isinstance(self.prompt, Exception):
             raise self.prompt
-        return self.prompt and Enters(prompt, self.prompt)
+        return self.prompt and FakeRequest(prompt, self.prompt)
 
 
-class Enters(TakenRequest):
-    """Enters with the prompt or the answer that the test says."""
+class FakeRequest(TakenRequest):
+    """A request that enters with the test's prompt or answer."""
 
     def __init__(self, prompt: Prompt, answer: Any) -> None:
         super().__init__(prompt)
@@ -69,11 +69,11 @@ def tokenize(
     return request, generator._tokenize(TOKENIZER, request, GENERATION_ARGS)
 
 
-def test_ids_and_their_slices_know_who_took_them(patched_server: ModuleType) -> None:
+def test_token_ids_and_their_slices_keep_the_taken_request(patched_server: ModuleType) -> None:
     prompt = Prompt([97, 98, 99], [[97, 98, 99]], ["assistant"])
-    with plugged(plugin := Prepares(prompt)):
+    with plugged(plugin := FakePlugin(prompt)):
         request, (ids, segments, types, *_) = tokenize(patched_server)
-    assert plugin.given == (ClientRequest.of(request), prompt)
+    assert plugin.arguments == (ClientRequest.of(request), prompt)
     assert (ids, segments, types) == ([97, 98, 99], [[97, 98, 99]], ["assistant"])
     key = ids[:2]
     key += [1, 2]  # as the batch generator does
@@ -82,13 +82,13 @@ def test_ids_and_their_slices_know_who_took_them(patched_server: ModuleType) -> 
     assert isinstance(key, TakenTokens) and key[:].taken is ids.taken
 
 
-def test_what_no_plugin_takes_is_stocks(patched_server: ModuleType) -> None:
-    with plugged(Prepares()):
+def test_without_a_plugins_answer_stocks_ids_are_used(patched_server: ModuleType) -> None:
+    with plugged(FakePlugin()):
         _, (ids, *_) = tokenize(patched_server)
     assert type(ids) is list and ids == [97, 98, 99]
 
 
-def test_a_plugin_that_fails_or_answers_nonsense_leaves_the_request_to_the_next(
+def test_after_a_failed_or_invalid_answer_the_next_plugin_is_asked(
     patched_server: ModuleType,
 ) -> None:
     class Nonsense:
@@ -96,43 +96,45 @@ def test_a_plugin_that_fails_or_answers_nonsense_leaves_the_request_to_the_next(
         def take_request(self) -> str:
             return "nonsense"
 
-    for first in (Prepares(ValueError("bug")), Nonsense()):
-        with plugged(first, Prepares(Prompt([7], [[7]], ["user"]))):
+    for first in (FakePlugin(ValueError("bug")), Nonsense()):
+        with plugged(first, FakePlugin(Prompt([7], [[7]], ["user"]))):
             _, (ids, *_) = tokenize(patched_server)
         assert ids == [7]
 
 
-def test_a_client_that_left_is_no_failure_of_the_plugin_that_noticed(
+def test_client_gone_raised_by_a_plugin_reaches_the_caller(
     patched_server: ModuleType,
 ) -> None:
-    class Leaves(Prepares):
+    class Leaves(FakePlugin):
         @hookimpl
         def take_request(self, request: ClientRequest, prompt: Prompt) -> Any:
-            return Enters(prompt, ClientGone())
+            return FakeRequest(prompt, ClientGone())
 
     with plugged(Leaves()), pytest.raises(ClientGone):
         tokenize(patched_server)
 
 
 def test_messages_are_prepared_for_chats_only(patched_server: ModuleType) -> None:
-    with plugged(prepares := Prepares()):
+    with plugged(prepares := FakePlugin()):
         tokenize(patched_server, kind="text")
         assert prepares.n_messages == 0
         tokenize(patched_server, kind="chat")
         assert prepares.n_messages == 1
 
 
-def test_a_refused_message_reaches_the_client(patched_server: ModuleType) -> None:
+def test_refusal_by_prepare_messages_reaches_the_caller(patched_server: ModuleType) -> None:
     with (
-        plugged(Prepares(messages=RequestRefused("no such agent"))),
+        plugged(FakePlugin(messages=RequestRefused("no such agent"))),
         pytest.raises(RequestRefused, match="no such agent"),
     ):
         tokenize(patched_server, kind="chat")
 
 
-def test_a_new_prompt_is_fed_and_stock_pops_from_copies(patched_server: ModuleType) -> None:
+def test_plugins_prompt_is_used_and_stock_gets_copies_of_its_lists(
+    patched_server: ModuleType,
+) -> None:
     prompt = Prompt([7, 8, 9], [[7], [8, 9]], ["user", "assistant"])
-    with plugged(Prepares(prompt)):
+    with plugged(FakePlugin(prompt)):
         _, (ids, segments, types, *_) = tokenize(patched_server)
     segments.pop(0)
     types.pop(0)
@@ -151,50 +153,52 @@ def test_a_new_prompt_is_fed_and_stock_pops_from_copies(patched_server: ModuleTy
         (Prompt([1, 2], [[1, 2]], ["user"]), ["caches"], 2),
         (Prompt([1, 2], [[1, 2]], ["user"]), None, 1),
         (Prompt([1, 2], [[1, 2]], ["user"]), ["caches"], 0),
-        "no Prepared",
+        "not a Prepared",
     ],
 )
-def test_a_wrong_prompt_costs_speed_only(
+def test_invalid_prompt_of_a_plugin_is_ignored_and_logged(
     patched_server: ModuleType, answer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with plugged(Prepares(answer)):
+    with plugged(FakePlugin(answer)):
         _, (ids, *_) = tokenize(patched_server)
     assert ids == [97, 98, 99]
     assert "hook take_request" in caplog.text
 
 
-def test_an_empty_prompt_is_refused_before_it_kills_the_thread(patched_server: ModuleType) -> None:
+def test_empty_prompt_raises_value_error(patched_server: ModuleType) -> None:
     with pytest.raises(ValueError, match="no tokens"):
         tokenize(patched_server, text="")
 
 
 def test_a_prompt_longer_than_the_context_is_refused(patched_server: ModuleType) -> None:
-    with plugged(Prepares(ValueError("this hook is not called"))):
-        with pytest.raises(RequestRefused, match="prompt is too long: 5 tokens > 4 maximum") as e:
+    with plugged(FakePlugin(ValueError("this hook is not called"))):
+        with pytest.raises(
+            RequestRefused, match="prompt is too long: 5 tokens > 4 maximum"
+        ) as raised:
             tokenize(patched_server, text="abcde", max_context=4)
-        assert (e.value.status, e.value.code) == (400, "context_length_exceeded")
+        assert (raised.value.status, raised.value.code) == (400, "context_length_exceeded")
         assert tokenize(patched_server, text="abcd", max_context=4)[1][0] == [97, 98, 99, 100]
 
 
 @dataclass
 class Vision:
-    """As stock has it from 0.32.1."""
+    """Stock's record of a prompt's images, since 0.32.1."""
 
     pixel_values: list[mx.array]
     starts: list[int]
     cache_key: list[int]
 
 
-def test_plugins_know_an_image_by_what_the_model_is_given_of_it() -> None:
+def test_plugins_get_image_ids_and_the_model_gets_patch_tokens() -> None:
     patch, pixels = 7, mx.arange(12).reshape(3, 2, 2)
-    given = [1, patch, patch, 2, patch]
+    model_ids = [1, patch, patch, 2, patch]
     vision = Vision([pixels, pixels + 1], [1, 4], [1, -5, -5, 2, -6])
 
     class Stock:
         def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
-            return given, [given], ["assistant"], "normal", vision
+            return model_ids, [model_ids], ["assistant"], "normal", vision
 
-    class Longer:
+    class AddsToken:
         @hookimpl
         def take_request(self, prompt: Prompt) -> TakenRequest:
             prompts.append(prompt)
@@ -206,22 +210,22 @@ def test_plugins_know_an_image_by_what_the_model_is_given_of_it() -> None:
     parts = [{"type": "image_url", "image_url": {"url": "data:,"}}, {"type": "text", "text": "?"}]
     messages = [{"role": "user", "content": [*parts, parts[0]]}]
     request = SimpleNamespace(request_type="chat", prompt="", messages=messages, tools=None)
-    with plugged(Longer()):
+    with plugged(AddsToken()):
         ids, _, types, state, fed = generator._tokenize(None, request, GENERATION_ARGS)
     (prompt,) = prompts
     first, second = prompt.ids[1], prompt.ids[4]
     assert prompt.ids == (1, first, -1, 2, second)
     assert first < -(2**256) and second < -(2**256) and first != second
-    names = [{"type": "image", "image": f"{-one:x}"} for one in (first, second)]
+    names = [{"type": "image", "image": f"{-image_id:x}"} for image_id in (first, second)]
     assert prompt.messages == [{"role": "user", "content": [names[0], parts[1], names[1]]}]
-    assert (ids, types, state) == ([0, *given], ["system", "user"], "normal")
+    assert (ids, types, state) == ([0, *model_ids], ["system", "user"], "normal")
     assert (fed.starts, fed.cache_key) == ([2, 5], [0, *prompt.ids])
     assert isinstance(fed.cache_key, TakenTokens)
-    assert vision.starts == [1, 4]  # as stock made them: the next request needs them
+    assert vision.starts == [1, 4]  # unchanged: the next request needs them
 
 
 class Times:
-    """Notes when the tokens of each reply came."""
+    """Records the number of token times of each reply."""
 
     def __init__(self) -> None:
         self.n_tokens: list[int] = []
@@ -231,7 +235,7 @@ class Times:
         self.n_tokens.append(len(times_s))
 
 
-def test_plugins_are_told_once_when_the_tokens_of_a_reply_came_however_it_ends() -> None:
+def test_reply_timed_is_called_once_however_a_reply_ends() -> None:
     answers: list[Any] = [RuntimeError("no"), "ab", "ab", "ab"]
 
     class Stock:
@@ -253,9 +257,9 @@ def test_plugins_are_told_once_when_the_tokens_of_a_reply_came_however_it_ends()
         with pytest.raises(RuntimeError, match="no"):
             ask()
         assert times.n_tokens == [0]
-        left = ask()
-        assert next(left) == "a" and times.n_tokens == [0]
-        left.close()
+        stream = ask()
+        assert next(stream) == "a" and times.n_tokens == [0]
+        stream.close()
         assert times.n_tokens == [0, 1]
         assert list(ask()) == ["a", "b"]
         assert times.n_tokens == [0, 1, 2]
@@ -263,14 +267,14 @@ def test_plugins_are_told_once_when_the_tokens_of_a_reply_came_however_it_ends()
         assert times.n_tokens == [0, 1, 2, 0]
 
 
-def test_no_clients_thread_builds_a_models_graph(patched_server: ModuleType) -> None:
-    """The generation thread finds out the model's ids: mlx 0.31.2 aborts on other threads."""
-    asked: list[str] = []
+def test_http_threads_do_not_build_the_models_graph(patched_server: ModuleType) -> None:
+    """Reading `n_logits` builds the graph, and mlx 0.31.2 may abort if an HTTP thread does so."""
+    n_logits_reads: list[str] = []
 
     class Provider(SimpleNamespace):
         @property
         def n_logits(self) -> int:
-            asked.append("n_logits")
+            n_logits_reads.append("n_logits")
             return 10
 
     generator = object.__new__(patched_server.ResponseGenerator)
@@ -291,10 +295,10 @@ def test_no_clients_thread_builds_a_models_graph(patched_server: ModuleType) -> 
         SimpleNamespace(top_k=10, temperature=1.0),
     )
     request = patched_server.CompletionRequest("text", "abc", [], None, None)
-    with plugged(Prepares()):
+    with plugged(FakePlugin()):
         generator._render_ahead(request, args)
         assert request.rendered is not None and generator.count_tokens(request, args) == 3
-        assert asked == []
+        assert n_logits_reads == []
         with pytest.raises(RequestRefused, match="top_k is 10, expected 0"):
             generator._tokenize(TOKENIZER, request, args)
-    assert asked == ["n_logits"]
+    assert n_logits_reads == ["n_logits"]

@@ -1,4 +1,4 @@
-"""Steps that fail one after another end the server; a few that fail do not."""
+"""Many failed steps in a row end the server; a few do not."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def test_failures_in_a_row_end_the_server() -> None:
         fail(failures, 1)
 
 
-def test_a_step_that_succeeds_starts_the_count_again() -> None:
+def test_successful_step_resets_the_count_of_failed_prompts() -> None:
     failures = StepFailures()
     for step in ("prompt", "reply", "prompt"):
         fail(failures, MOST_IN_A_ROW - 1)
         failures.succeeded(step)
 
 
-def test_prompts_that_are_computed_do_not_hide_that_each_reply_fails() -> None:
+def test_successful_prompts_do_not_reset_the_count_of_failed_replies() -> None:
     failures = StepFailures()
     with pytest.raises(DeviceFailed, match="8 steps in a row failed"):
         for _ in range(MOST_IN_A_ROW):
@@ -42,18 +42,18 @@ def test_prompts_that_are_computed_do_not_hide_that_each_reply_fails() -> None:
 @pytest.mark.parametrize(
     "error", [ClientGone(), RequestRefused("too long")], ids=["gone", "refused"]
 )
-def test_requests_that_end_for_another_reason_are_not_counted(error: Exception) -> None:
+def test_refused_requests_and_lost_clients_are_not_counted(error: Exception) -> None:
     fail(StepFailures(), 3 * MOST_IN_A_ROW, error)
 
 
 @pytest.mark.parametrize("n_refused", [1, 2, 3])
 def test_a_device_is_tried_three_times(n_refused: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error of a step may be reported to the next one, too."""
-    left, evaluate = [True] * n_refused, mx.eval
+    """MLX may report an error again in the next step."""
+    refusals, evaluate = [True] * n_refused, mx.eval
 
     def refuse(*arrays: Any) -> None:
-        if left:
-            left.pop()
+        if refusals:
+            refusals.pop()
             raise RuntimeError("[METAL] Command buffer execution failed")
         evaluate(*arrays)
 

@@ -1,4 +1,4 @@
-"""Requests that wait for a plugin's prefetch: which requests pass them, and which do not."""
+"""Requests that wait for a plugin's data, and the requests that may pass them."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ SERVING = None
 IDLE = 0.01
 
 
-class Fetched(TakenRequest):
-    """A request that can enter when its plugin says so."""
+class FetchingRequest(TakenRequest):
+    """A request that may enter when its plugin allows it."""
 
-    def __init__(self, plugin: Fetches, text: str, prompt: Prompt) -> None:
+    def __init__(self, plugin: FetchingPlugin, text: str, prompt: Prompt) -> None:
         super().__init__(prompt)
         self.plugin, self.text = plugin, text
-        self.is_there: Callable[[], bool] | None = None
+        self.is_fetched: Callable[[], bool] | None = None
 
     def advance(self) -> bool:
-        if self.is_there is None:
+        if self.is_fetched is None:
             self.plugin.begun.append(self.text)
-            self.is_there = self.plugin.is_there(self.text)
-        return self.is_there()
+            self.is_fetched = self.plugin.fetch(self.text)
+        return self.is_fetched()
 
 
-class Fetches:
-    """Fetches for every prompt that begins with "w", until the test says that it is in RAM."""
+class FetchingPlugin:
+    """A plugin that fetches data for prompts that begin with "w", until they are in `fetched`."""
 
     def __init__(self) -> None:
-        self.there: set[str] = set()
+        self.fetched: set[str] = set()
         self.begun: list[str] = []
         self.n_idle = 0
         self.failing: BaseException | None = None
@@ -66,29 +66,31 @@ class Fetches:
             raise RequestRefused("refused")
 
     @hookimpl
-    def take_request(self, request: ClientRequest, prompt: Prompt) -> Fetched:
+    def take_request(self, request: ClientRequest, prompt: Prompt) -> FetchingRequest:
         if request.prompt == "raise":
             raise ValueError("bug")
-        return Fetched(self, request.prompt, prompt)
+        return FetchingRequest(self, request.prompt, prompt)
 
-    def is_there(self, prompt: str) -> Callable[[], bool]:
-        def there() -> bool:
+    def fetch(self, prompt: str) -> Callable[[], bool]:
+        def is_fetched() -> bool:
             if self.failing is not None:
                 raise self.failing
-            return prompt in self.there or not prompt.startswith("w")
+            return prompt in self.fetched or not prompt.startswith("w")
 
-        return there
+        return is_fetched
 
 
 @pytest.fixture
-def fetches() -> Iterator[Fetches]:
-    with plugged(made := Fetches()):
+def plugin() -> Iterator[FetchingPlugin]:
+    with plugged(made := FetchingPlugin()):
         yield made
 
 
 @pytest.fixture
-def generator(patched_server: ModuleType, fetches: Fetches, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The server's generator, whose thread has ended before it took a request."""
+def generator(
+    patched_server: ModuleType, plugin: FetchingPlugin, monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    """The server's generator without its thread; one request has entered."""
     monkeypatch.setattr(patched_server.ResponseGenerator, "_generate", lambda self: None)
     provider = SimpleNamespace(
         cli_args=ARGS,
@@ -125,94 +127,98 @@ def take(generator: Any, timeout: float | None = SERVING) -> str | None:
     return str(request.prompt)
 
 
-def test_ready_requests_pass_those_that_wait(
-    generator: Any, fetches: Fetches, caplog: pytest.LogCaptureFixture
+def test_ready_requests_pass_waiting_requests(
+    generator: Any, plugin: FetchingPlugin, caplog: pytest.LogCaptureFixture
 ) -> None:
     for prompt in ("w1", "a", "w2", "b"):
         put(generator, prompt)
     assert [take(generator) for _ in range(3)] == ["a", "b", None]
-    fetches.there |= {"w2"}
+    plugin.fetched |= {"w2"}
     assert [take(generator) for _ in range(2)] == ["w2", None]
-    fetches.there |= {"w1"}
+    plugin.fetched |= {"w1"}
     assert [take(generator) for _ in range(2)] == ["w1", None]
-    assert fetches.begun == ["w1", "a", "w2", "b"]
+    assert plugin.begun == ["w1", "a", "w2", "b"]
     assert "prefetch failed" not in caplog.text
 
 
-def test_plugins_may_work_while_no_request_is_there(generator: Any, fetches: Fetches) -> None:
-    """A request that comes at that time is next."""
+def test_idle_hook_is_called_while_no_request_is_served(
+    generator: Any, plugin: FetchingPlugin
+) -> None:
+    """The next request enters as usual."""
     put(generator, "served")
     assert take(generator) == "served" and take(generator) is None
-    assert fetches.n_idle == 0
+    assert plugin.n_idle == 0
     assert [take(generator, IDLE) for _ in range(3)] == [None] * 3
-    assert fetches.n_idle == 4  # the first when the reply had ended
+    assert plugin.n_idle == 4  # the first call came when the batch ended
     put(generator, "next")
-    assert take(generator, IDLE) == "next" and fetches.n_idle == 4
-    assert take(generator, IDLE) is None and fetches.n_idle == 6
+    assert take(generator, IDLE) == "next" and plugin.n_idle == 4
+    assert take(generator, IDLE) is None and plugin.n_idle == 6
 
 
-class Works:
-    """A plugin's answers to `prefetch` that take time: `n_calls` calls of `seconds` each."""
+class Work:
+    """The plugin's work for each prompt: `n_calls` calls that take `seconds` each."""
 
-    def __init__(self, fetches: Fetches, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, plugin: FetchingPlugin, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         self.clock = clock
-        self.asked: list[str] = []
+        self.calls: list[str] = []
         self.seconds: dict[str, float] = {}
         self.n_calls: dict[str, int] = {}
-        monkeypatch.setattr(fetches, "is_there", self.is_there)
+        monkeypatch.setattr(plugin, "fetch", self.fetch)
 
-    def is_there(self, prompt: str) -> Callable[[], bool]:
-        def works() -> bool:
-            self.asked.append(prompt)
+    def fetch(self, prompt: str) -> Callable[[], bool]:
+        def advance() -> bool:
+            self.calls.append(prompt)
             self.clock.sleep(self.seconds.get(prompt, 0.0))
-            return self.asked.count(prompt) >= self.n_calls.get(prompt, 1)
+            return self.calls.count(prompt) >= self.n_calls.get(prompt, 1)
 
-        return works
+        return advance
 
 
 @pytest.fixture
-def speaking(generator: Any) -> Any:
-    """A reply that has begun: it waits for entering requests, GAP_S at most."""
+def running_reply(generator: Any) -> Any:
+    """A reply that has begun: new requests may delay it by GAP_S."""
     reply = SimpleNamespace(has_begun=True, is_over=False, is_stopped=False)
     generator._replies.append(reply)
     return reply
 
 
 @pytest.fixture
-def works(fetches: Fetches, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Works:
-    return Works(fetches, clock, monkeypatch)
+def work(plugin: FetchingPlugin, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Work:
+    return Work(plugin, clock, monkeypatch)
 
 
-def test_between_two_steps_one_that_waits_does_some_work(
-    generator: Any, works: Works, speaking: Any
+def test_between_two_steps_only_one_waiting_request_does_work(
+    generator: Any, work: Work, running_reply: Any
 ) -> None:
-    works.seconds["w2"] = 2 * WORK_S
-    works.n_calls = dict.fromkeys(("w1", "w2", "w3"), 9)
+    work.seconds["w2"] = 2 * WORK_S
+    work.n_calls = dict.fromkeys(("w1", "w2", "w3"), 9)
     for prompt in ("w1", "w2", "w3"):
         put(generator, prompt)
     assert take(generator) is None
-    works.asked.clear()
-    assert not generator._is_asked() and works.asked == ["w1", "w2"]
-    assert not generator._is_asked() and works.asked == ["w1", "w2", "w1", "w2"]
+    work.calls.clear()
+    assert not generator._is_asked() and work.calls == ["w1", "w2"]
+    assert not generator._is_asked() and work.calls == ["w1", "w2", "w1", "w2"]
 
 
-def test_one_that_is_ready_enters_before_others_are_worked_on(
-    generator: Any, works: Works, speaking: Any
+def test_ready_request_enters_before_other_requests_do_work(
+    generator: Any, work: Work, running_reply: Any
 ) -> None:
-    works.n_calls = {"w1": 2, "w2": 9}
+    work.n_calls = {"w1": 2, "w2": 9}
     put(generator, "w1")
     put(generator, "w2")
     assert take(generator) is None and generator._is_asked()
-    works.asked.clear()
-    assert generator._is_asked() and not works.asked
+    work.calls.clear()
+    assert generator._is_asked() and not work.calls
     assert take(generator) == "w1"
 
 
-def test_a_small_restore_passes_a_large_one_which_gets_on_all_the_same(
-    generator: Any, works: Works, speaking: Any
+def test_small_restore_passes_a_large_restore_that_still_makes_progress(
+    generator: Any, work: Work, running_reply: Any
 ) -> None:
-    works.seconds = {"w1": LARGE_S / 4, "w2": 2 * WORK_S}
-    works.n_calls = {"w1": 99, "w2": 9}
+    work.seconds = {"w1": LARGE_S / 4, "w2": 2 * WORK_S}
+    work.n_calls = {"w1": 99, "w2": 9}
     put(generator, "w1")
     put(generator, "w2")
     for _ in range(40):
@@ -220,66 +226,66 @@ def test_a_small_restore_passes_a_large_one_which_gets_on_all_the_same(
             break
     else:
         take(generator)
-        pytest.fail(f"w2 still waits after {works.asked}")
-    # The first is not passed until it proves to be large; then it works in every third pause.
-    assert 6 <= works.asked.count("w1") < 12
+        pytest.fail(f"w2 still waits after {work.calls}")
+    # w1 works first until it has taken LARGE_S, then in every third pause.
+    assert 6 <= work.calls.count("w1") < 12
 
 
-def test_a_gone_client_is_not_worked_for(generator: Any, works: Works) -> None:
-    works.n_calls["w1"] = 99
+def test_request_of_a_client_that_left_is_removed_without_work(generator: Any, work: Work) -> None:
+    work.n_calls["w1"] = 99
     request = put(generator, "w1")
     assert take(generator) is None
     ClientRequest.of(request).client_gone = True
-    works.asked.clear()
-    assert generator._is_asked() and not works.asked
+    work.calls.clear()
+    assert generator._is_asked() and not work.calls
     assert take(generator) is None and not generator._admission
 
 
-def test_where_nobody_waits_the_replies_go_on() -> None:
+def test_empty_admission_queue_does_not_delay_the_next_step() -> None:
     assert not AdmissionQueue().step_ended()
 
 
 @pytest.mark.parametrize(("n_restores", "n_short"), [(0, 12), (12, 0), (8, 8)])
-def test_many_that_come_at_once_let_the_replies_go_on(
+def test_replies_make_steps_while_many_requests_enter(
     generator: Any,
-    works: Works,
+    work: Work,
     monkeypatch: pytest.MonkeyPatch,
-    speaking: Any,
+    running_reply: Any,
     n_restores: int,
     n_short: int,
 ) -> None:
-    """They take GAP_S plus the time of one of them, then the replies have a step; all enter."""
+    """The requests take GAP_S plus the time of one request, then replies make a step; all enter."""
     begun: list[Any] = []
     render = generator._rendered
 
     def rendered(*args: Any) -> Any:
         begun.append(args)
-        works.clock.sleep(GAP_S / 2)
+        work.clock.sleep(GAP_S / 2)
         return render(*args)
 
     monkeypatch.setattr(generator, "_rendered", rendered)
     names = [f"w{n}" for n in range(n_restores)] + [f"a{n}" for n in range(n_short)]
-    works.seconds = dict.fromkeys(names, GAP_S / 2)
-    works.n_calls = dict.fromkeys(names, 2)
+    work.seconds = dict.fromkeys(names, GAP_S / 2)
+    work.n_calls = dict.fromkeys(names, 2)
     for name in names:
         put(generator, name)
     entered: list[str] = []
-    most = n_before = 0
+    max_begun = n_before = 0
     while len(entered) < len(names):
         while (entering := take(generator)) is not None:
             entered.append(entering)
         while not generator._looks_first():
-            most, n_before = max(most, len(begun) - n_before), len(begun)
+            max_begun, n_before = max(max_begun, len(begun) - n_before), len(begun)
             if len(entered) == len(names):
                 break
     assert sorted(entered) == sorted(names)
-    assert most <= 3, "each takes half of GAP_S or more to begin"
+    assert max_begun <= 3, "each request takes at least half of GAP_S to begin"
 
 
-def test_all_that_came_together_enter_before_the_first_step_also_of_a_later_batch(
-    generator: Any, works: Works
+def test_simultaneous_requests_enter_before_the_first_step_of_each_batch(
+    generator: Any, work: Work
 ) -> None:
-    """The earlier batch does not count: its last step may have ended long ago."""
+    """The last step of an earlier batch does not count: it may have ended long ago."""
     for batch in range(2):
         names = [f"a{batch}{n}" for n in range(4)]
         for name in names:
@@ -288,35 +294,35 @@ def test_all_that_came_together_enter_before_the_first_step_also_of_a_later_batc
         assert [take(generator) for _ in names] == [*names[1:], None]
         assert not generator._is_asked()
         assert generator._next_request(IDLE) is None  # the batch has ended
-        works.clock.advance(100.0)
+        work.clock.advance(100.0)
 
 
-def test_before_the_first_reply_all_restore_that_can_and_are_computed_together(
-    generator: Any, works: Works
+def test_before_the_first_reply_all_restores_end_and_enter_together(
+    generator: Any, work: Work
 ) -> None:
     names = ["w1", "w2", "w3"]
-    works.seconds, works.n_calls = dict.fromkeys(names, 2 * WORK_S), dict.fromkeys(names, 4)
-    works.n_calls["s"] = 10**9  # it waits for something that its own work does not bring
+    work.seconds, work.n_calls = dict.fromkeys(names, 2 * WORK_S), dict.fromkeys(names, 4)
+    work.n_calls["s"] = 10**9  # its own work does not make it ready
     for name in ["w1", "s", "w2", "w3"]:
         put(generator, name)
     assert [take(generator) for _ in range(4)] == [*names, None]
-    assert works.asked.count("s") < 20
+    assert work.calls.count("s") < 20
 
 
-def test_one_that_is_ready_just_after_the_gap_enters_all_the_same(
-    generator: Any, works: Works
+def test_request_that_is_ready_just_after_the_pause_still_enters(
+    generator: Any, work: Work
 ) -> None:
-    works.seconds, works.n_calls = {"w1": 0.4 * QUIET_GAP_S}, {"w1": 3}
+    work.seconds, work.n_calls = {"w1": 0.4 * QUIET_GAP_S}, {"w1": 3}
     put(generator, "w1")
-    assert take(generator) == "w1" and works.asked == ["w1"] * 3
+    assert take(generator) == "w1" and work.calls == ["w1"] * 3
 
 
-class Looks:
-    """The server's looks for a request that is on its way; it waits before each look."""
+class Waits:
+    """Counts the server's waits for an arriving request."""
 
     def __init__(self, generator: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
         self.n = 0
-        self.then: Callable[[], object] = lambda: None
+        self.during: Callable[[], object] = lambda: None
         """Called in each wait."""
         self._get, self._clock = generator.requests.get, clock
         monkeypatch.setattr(generator.requests, "get", self.get)
@@ -324,61 +330,61 @@ class Looks:
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         if timeout:
             self.n += 1
-            self.then()
+            self.during()
             self._clock.sleep(timeout)
         return self._get(False)
 
 
 @pytest.fixture
-def looks(generator: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Looks:
-    return Looks(generator, clock, monkeypatch)
+def waits(generator: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Waits:
+    return Waits(generator, clock, monkeypatch)
 
 
-def test_the_first_waits_for_one_whose_thread_is_about_to_queue_it(
-    generator: Any, clock: Clock, looks: Looks, monkeypatch: pytest.MonkeyPatch
+def test_first_request_waits_for_a_request_that_is_about_to_arrive(
+    generator: Any, clock: Clock, waits: Waits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(generator, "a1")
     monkeypatch.setitem(ARRIVING, threading.get_ident(), clock.perf_counter())
-    looks.then = lambda: put(generator, "a2") if looks.n == 3 else None
+    waits.during = lambda: put(generator, "a2") if waits.n == 3 else None
     assert [take(generator) for _ in range(3)] == ["a1", "a2", None]
-    assert looks.n == 3 and not ARRIVING
+    assert waits.n == 3 and not ARRIVING
 
 
-def test_nobody_waits_for_one_that_is_not_queued_or_takes_long(
-    generator: Any, clock: Clock, looks: Looks, monkeypatch: pytest.MonkeyPatch
+def test_wait_for_an_arriving_request_is_short_and_ends_without_it(
+    generator: Any, clock: Clock, waits: Waits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its body may be long, or it may not ask for a reply."""
+    """An HTTP request may have a long body, or need no reply."""
     monkeypatch.setitem(ARRIVING, 1, clock.perf_counter())
-    looks.then = lambda: ARRIVING.clear() if looks.n == 3 else None
+    waits.during = lambda: ARRIVING.clear() if waits.n == 3 else None
     put(generator, "a1")
     assert [take(generator) for _ in range(2)] == ["a1", None]
-    assert looks.n == 3
+    assert waits.n == 3
     began_s = clock.perf_counter()
     monkeypatch.setitem(ARRIVING, 1, began_s)
-    looks.then = lambda: None
+    waits.during = lambda: None
     generator._set_serving(False)
     generator._set_serving(True)
     assert take(generator) is None
     assert began_s < clock.perf_counter() < began_s + QUIET_GAP_S
-    n_before = looks.n
+    n_before = waits.n
     generator._set_serving(False)
     generator._set_serving(True)
-    assert take(generator) is None and looks.n == n_before
+    assert take(generator) is None and waits.n == n_before
 
 
-def test_one_that_restores_for_long_is_left_behind_before_the_first_reply(
-    generator: Any, works: Works
+def test_long_restore_delays_neither_the_first_step_nor_other_requests(
+    generator: Any, work: Work
 ) -> None:
-    works.seconds, works.n_calls = {"w1": QUIET_GAP_S / 5}, {"w1": 10**9, "w2": 2}
+    work.seconds, work.n_calls = {"w1": QUIET_GAP_S / 5}, {"w1": 10**9, "w2": 2}
     put(generator, "w1")
     put(generator, "w2")
-    assert take(generator) is None  # a step may be made
-    assert 2 < works.asked.count("w1") < 10
+    assert take(generator) is None  # a step comes first
+    assert 2 < work.calls.count("w1") < 10
     entered = [take(generator) for _ in range(9)]
     assert entered.count("w2") == 1 and set(entered) == {"w2", None}
 
 
-def test_ended_replies_are_forgotten_where_nothing_is_batched(generator: Any) -> None:
+def test_ended_replies_of_unbatched_requests_are_forgotten(generator: Any) -> None:
     before = len(generator._replies)
     for _ in range(20):
         put(generator, "s", seed=1)
@@ -389,8 +395,8 @@ def test_ended_replies_are_forgotten_where_nothing_is_batched(generator: Any) ->
     assert len(generator._replies) <= before + 1
 
 
-def test_a_reply_that_its_own_thread_stopped_is_told_once(generator: Any) -> None:
-    """Otherwise every step of the replies would end the batch's time."""
+def test_stopped_reply_makes_stock_look_for_requests_once(generator: Any) -> None:
+    """Otherwise stock would look for requests after every step."""
     put(generator, "s", seed=1)
     reply = generator._next_request(IDLE)[0]
     reply._queue = SimpleNamespace(put=lambda item: None)
@@ -436,10 +442,10 @@ def chat_args() -> Any:
     )
 
 
-def test_a_prompt_that_was_made_ahead_is_made_again_for_another_tokenizer(
+def test_prompt_rendered_ahead_is_rendered_again_for_another_tokenizer(
     generator: Any, chat: Any
 ) -> None:
-    """Rendering changes messages; mlx-lm 0.31.3 fails on messages that it has changed."""
+    """Rendering changes messages, and mlx-lm 0.31.3 cannot render changed messages again."""
 
     class Marks:
         @hookimpl
@@ -456,9 +462,7 @@ def test_a_prompt_that_was_made_ahead_is_made_again_for_another_tokenizer(
     assert again == ahead and b"x!'" in bytes(again)
 
 
-def test_a_prompt_that_cannot_be_made_ahead_says_why_when_it_enters(
-    generator: Any, chat: Any
-) -> None:
+def test_template_error_is_raised_when_the_request_enters(generator: Any, chat: Any) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise ValueError("the template's own reason")
 
@@ -471,19 +475,21 @@ def test_a_prompt_that_cannot_be_made_ahead_says_why_when_it_enters(
         generator._tokenize(tokenizer, chat, chat_args())
 
 
-def test_nothing_is_made_ahead_while_a_model_is_loaded(generator: Any, chat: Any) -> None:
+def test_no_prompt_is_rendered_ahead_while_a_model_loads(generator: Any, chat: Any) -> None:
     generator.model_provider.is_loading = True
     generator._render_ahead(chat, chat_args())
     assert not hasattr(chat, "rendered")
 
 
-def test_with_nothing_to_serve_the_oldest_enters(generator: Any, fetches: Fetches) -> None:
+def test_while_nothing_is_served_the_oldest_request_enters(
+    generator: Any, plugin: FetchingPlugin
+) -> None:
     put(generator, "w1")
     put(generator, "w2")
     assert take(generator) is None
     put(generator, "c")
     assert [take(generator, IDLE) for _ in range(4)] == ["w1", "w2", "c", None]
-    assert fetches.begun == ["w1", "w2"]
+    assert plugin.begun == ["w1", "w2"]
 
 
 @pytest.mark.parametrize(
@@ -494,8 +500,8 @@ def test_with_nothing_to_serve_the_oldest_enters(generator: Any, fetches: Fetche
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
     ],
 )
-def test_what_would_end_the_batch_passes_nobody(
-    generator: Any, fetches: Fetches, other: dict[str, Any]
+def test_request_that_would_end_the_batch_passes_no_other_request(
+    generator: Any, plugin: FetchingPlugin, other: dict[str, Any]
 ) -> None:
     put(generator, "w1")
     if "messages" in other:
@@ -506,28 +512,28 @@ def test_what_would_end_the_batch_passes_nobody(
     put(generator, "a")
     put(generator, "w3", "other")
     assert take(generator) is None
-    # No request passes this one, which would wait for ever on a busy server.
-    assert fetches.begun == ["w1"]
-    fetches.there |= {"w1"}
+    # No request passes this request: on a busy server it would wait for ever.
+    assert plugin.begun == ["w1"]
+    plugin.fetched |= {"w1"}
     assert [take(generator) for _ in range(2)] == ["w1", "image"]
-    assert fetches.begun == ["w1"], "the next model's tokenizer is not loaded yet"
+    assert plugin.begun == ["w1"], "the other model's tokenizer is not loaded yet"
 
 
-def test_a_waiting_request_is_tokenized_once(generator: Any, fetches: Fetches) -> None:
+def test_a_waiting_request_is_tokenized_once(generator: Any, plugin: FetchingPlugin) -> None:
     request = put(generator, "w1")
     request.request_type, request.role_mapping = "chat", None
     request.tools, request.messages = None, [{"role": "user", "content": "x"}]
     assert generator._next_request() is None
-    fetches.there |= {"w1"}
+    plugin.fetched |= {"w1"}
     queued = generator._next_request()
     generator._tokenize(TOKENIZER, request, queued[2])
-    assert fetches.n_prepared == 1
+    assert plugin.n_prepared == 1
     generator._tokenize(TOKENIZER, request, queued[2])
-    assert fetches.n_prepared == 2
+    assert plugin.n_prepared == 2
 
 
-def test_what_a_plugin_takes_knows_where_its_tokens_go(generator: Any) -> None:
-    """The batch generator needs this to notice that a client left, and to send it errors."""
+def test_taken_request_refers_to_its_reply(generator: Any) -> None:
+    """The batch generator uses the reply to notice that a client left, and to send errors."""
 
     class Takes:
         @hookimpl
@@ -543,8 +549,8 @@ def test_what_a_plugin_takes_knows_where_its_tokens_go(generator: Any) -> None:
         assert other.taken.reply is None
 
 
-def test_a_model_that_was_loaded_meanwhile_tokenizes_itself(
-    generator: Any, fetches: Fetches
+def test_waiting_request_is_tokenized_again_for_a_new_model(
+    generator: Any, plugin: FetchingPlugin
 ) -> None:
     request = put(generator, "w1")
     assert generator._next_request() is None
@@ -553,32 +559,34 @@ def test_a_model_that_was_loaded_meanwhile_tokenizes_itself(
     assert generator._tokenize(other, request, queued[2])[0] == [1, 2, 3]
 
 
-def test_a_refused_request_is_handed_on_to_be_refused(generator: Any, fetches: Fetches) -> None:
+def test_refusal_of_a_queued_request_is_raised_when_it_is_tokenized(
+    generator: Any, plugin: FetchingPlugin
+) -> None:
     request = put(generator, "refuse")
     request.request_type = "chat"
     queued = generator._next_request()
     with pytest.raises(RequestRefused, match="refused"):
         generator._tokenize(TOKENIZER, request, queued[2])
-    assert fetches.n_prepared == 1
+    assert plugin.n_prepared == 1
 
 
-def test_a_hook_that_fails_holds_nothing(
-    generator: Any, fetches: Fetches, caplog: pytest.LogCaptureFixture
+def test_failing_plugin_does_not_delay_requests(
+    generator: Any, plugin: FetchingPlugin, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(generator, "raise")
     assert take(generator) == "raise"
     put(generator, "w1")
     assert take(generator) is None
-    fetches.failing = ValueError("bug")
+    plugin.failing = ValueError("bug")
     assert take(generator) == "w1"
     assert "failed in hook take_request" in caplog.text
 
 
 @pytest.mark.parametrize("messages", [["hi"], [None], "hi", 5, [{"content": [None]}]])
-def test_a_malformed_request_is_its_clients_and_ends_no_thread(
+def test_malformed_messages_raise_only_when_they_are_tokenized(
     generator: Any, messages: Any
 ) -> None:
-    """mlx-lm 0.31.3 and 0.32.0 queue what 0.32.2 refuses; nothing catches what is raised here."""
+    """mlx-lm 0.31.3 and 0.32.0 queue such requests. An error in `_next_request` ends the thread."""
     put(generator, "w1")
     assert take(generator) is None
     request = put(generator, "a")
@@ -594,80 +602,84 @@ def test_a_malformed_request_is_its_clients_and_ends_no_thread(
 
 
 def test_a_prompt_that_is_too_long_is_refused_and_not_fetched(
-    generator: Any, fetches: Fetches
+    generator: Any, plugin: FetchingPlugin
 ) -> None:
     request = put(generator, "w" * 41)
     queued = generator._next_request()
-    assert queued[1] is request and fetches.begun == []
+    assert queued[1] is request and plugin.begun == []
     with pytest.raises(ValueError, match="41 tokens > 40 maximum"):
         generator._tokenize(TOKENIZER, request, queued[2])
 
 
-def test_an_empty_prompt_is_still_refused(generator: Any) -> None:
+def test_queued_empty_prompt_is_refused_when_it_is_tokenized(generator: Any) -> None:
     request = put(generator, "")
     queued = generator._next_request()
     with pytest.raises(ValueError, match="no tokens"):
         generator._tokenize(TOKENIZER, request, queued[2])
 
 
-def test_a_batchs_time_ends_when_a_request_is_ready(generator: Any, fetches: Fetches) -> None:
+def test_steps_continue_until_a_waiting_request_is_ready(
+    generator: Any, plugin: FetchingPlugin
+) -> None:
     put(generator, "w1")
     assert take(generator) is None
     n_steps = 0
     while not generator._looks_first():
         n_steps += 1
         if n_steps == 3:
-            fetches.there |= {"w1"}
+            plugin.fetched |= {"w1"}
     assert n_steps == 3
     assert take(generator) == "w1"
 
 
-def test_a_server_is_healthy_while_it_can_answer(generator: Any) -> None:
-    found = []
+def test_server_is_healthy_if_it_is_ready_and_takes_requests(generator: Any) -> None:
+    healthy = []
     for is_ready in (True, False):
         generator.model_provider.is_ready = is_ready
-        found.append(generator.is_healthy)
-    assert found == [True, False]
+        healthy.append(generator.is_healthy)
+    assert healthy == [True, False]
     generator.model_provider.is_ready = True
     generator.requests.refusal = ValueError("the server ends")
     assert generator.is_healthy is False
 
 
-def test_between_two_steps_is_asked_once(generator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[None] = []
-    monkeypatch.setattr(generator, "_is_asked", lambda: asked.append(None))
+def test_first_step_after_stock_looked_needs_no_check(
+    generator: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks: list[None] = []
+    monkeypatch.setattr(generator, "_is_asked", lambda: checks.append(None))
     for _ in range(3):
         assert take(generator) is None
     assert [generator._looks_first() for _ in range(3)] == [False, None, None]
-    assert len(asked) == 2
+    assert len(checks) == 2
 
 
-def test_a_batch_that_no_request_can_join_makes_steps(generator: Any) -> None:
-    """Stock does not look for requests then, and the queued request stays."""
+def test_steps_continue_while_a_queued_request_cannot_join(generator: Any) -> None:
+    """Stock takes no request then, and the queued request stays in the queue."""
     assert take(generator) is None
     put(generator, "a", seed=1)
     assert [generator._looks_first() for _ in range(6)] == [False, True] * 3
 
 
-def test_plugins_know_at_once_that_nothing_is_served_any_more(
-    generator: Any, fetches: Fetches, monkeypatch: pytest.MonkeyPatch
+def test_idle_hook_is_called_as_soon_as_the_batch_ends(
+    generator: Any, plugin: FetchingPlugin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the server waits for a request, and also if a request is queued."""
+    """The hook runs before the server waits for a request, also if a request is queued."""
     n_idle: list[int] = []
     stock = generator._take_queued
 
     def take_queued(timeout_s: float | None) -> Any:
-        n_idle.append(fetches.n_idle)
+        n_idle.append(plugin.n_idle)
         return stock(timeout_s)
 
     monkeypatch.setattr(generator, "_take_queued", take_queued)
     take(generator)
     put(generator, "a")
     assert take(generator, IDLE) == "a"
-    assert n_idle[-1] == fetches.n_idle == 1
+    assert n_idle[-1] == plugin.n_idle == 1
 
 
-def test_without_a_plugin_that_fetches_stocks_queue_is_all(
+def test_without_a_plugin_requests_enter_at_once(
     patched_server: ModuleType, generator: Any
 ) -> None:
     with plugged():

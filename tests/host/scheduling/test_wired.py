@@ -1,4 +1,4 @@
-"""MLX's wired limit is the plugin's choice, wherever mlx-lm sets it."""
+"""The plugin chooses MLX's wired limit, wherever mlx-lm sets the limit."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.support.host import plugged
 
 RECOMMENDED = 1000
 SMALL, LARGE = 500, 504
-"""Bytes of weights: at most half of the recommended bytes, and more."""
+"""Bytes of weights: half of the recommended bytes, and more than half."""
 
 
 class Weights(ProbeModel):
-    """A model with as many bytes of weights as its name says."""
+    """A model with `n_bytes` of weights."""
 
     def __init__(self, n_bytes: int) -> None:
         super().__init__()
@@ -36,13 +36,13 @@ class Weights(ProbeModel):
 
 
 class Wired(KVPersistPlugin):
-    """The plugin with only one hook: models are served as in stock."""
+    """The plugin without its store: models are served as in stock."""
 
     add_options = configure = shutdown = model_loaded = None  # type: ignore[assignment]
 
 
 class Host:
-    """The places of the stock server that set the limit, on a simulated device."""
+    """The parts of the stock server that set the limit, on a simulated device."""
 
     def __init__(
         self, server: ModuleType, monkeypatch: pytest.MonkeyPatch, calls: list[int]
@@ -67,7 +67,7 @@ class Host:
         self.provider._load(str(n_bytes))
 
     def reply(self) -> None:
-        """Compute in a batch and in a stream at once, as a server may."""
+        """Begin a batch and a stream at the same time, as a server may."""
         batch = self.generate.BatchGenerator(ProbeModel())
         with self.generate.wired_limit(ProbeModel(), []):
             pass
@@ -76,7 +76,7 @@ class Host:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A simulated Mac that recommends 1,000 bytes; return the calls of `mx.set_wired_limit`."""
+    """Simulate a Mac that recommends 1,000 bytes; return the limits given to MLX."""
     made: list[int] = []
     limits = [0]
 
@@ -96,11 +96,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def host(
     calls: list[int], patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Host]:
-    with monkeypatch.context() as before_the_patches_are_undone:
-        yield Host(patched_server, before_the_patches_are_undone, calls)
+    with monkeypatch.context() as host_patches:  # undone before the patches of `patched_server`
+        yield Host(patched_server, host_patches, calls)
 
 
-def test_stock_sets_the_limit_in_all_three_places(
+def test_stock_sets_the_limit_in_main_in_batches_and_in_streams(
     calls: list[int], server: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative control: without our patches all calls reach MLX."""
@@ -119,19 +119,19 @@ def test_stock_sets_the_limit_in_all_three_places(
         ([SMALL, LARGE, LARGE, SMALL], [RECOMMENDED, 0]),
     ],
 )
-def test_mlx_gets_what_is_chosen_for_each_model(
+def test_wired_limit_follows_the_size_of_each_loaded_model(
     models: list[int], expected: list[int], host: Host
 ) -> None:
     with plugged(Wired()):
         host.start()
-        assert host.calls == [], "a model's size decides, and none is loaded"
+        assert host.calls == [], "the size of a model decides, and no model is loaded"
         for n_bytes in models:
             host.load(n_bytes)
             host.reply()
     assert host.calls == expected
 
 
-def test_without_a_plugin_that_chooses_the_limit_is_stocks(host: Host) -> None:
+def test_without_a_plugin_stocks_limit_is_set(host: Host) -> None:
     with plugged():
         host.start()
         host.load(SMALL)
@@ -139,7 +139,7 @@ def test_without_a_plugin_that_chooses_the_limit_is_stocks(host: Host) -> None:
     assert host.calls == [RECOMMENDED]
 
 
-def test_an_answer_that_is_no_size_is_ignored(host: Host) -> None:
+def test_negative_limit_from_a_plugin_is_ignored(host: Host) -> None:
     class Broken:
         @hookimpl
         def wired_limit(self) -> int:
@@ -151,12 +151,14 @@ def test_an_answer_that_is_no_size_is_ignored(host: Host) -> None:
     assert host.calls == [RECOMMENDED]
 
 
-def test_a_device_without_wired_memory_is_left_alone(
+def test_no_limit_is_set_on_a_device_without_wired_memory(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mx, "device_info", lambda *device: {"total_memory": RECOMMENDED})
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
-    monkeypatch.setattr(Wired, "wired_limit", hookimpl(lambda self: pytest.fail("it is asked")))
+    monkeypatch.setattr(
+        Wired, "wired_limit", hookimpl(lambda self: pytest.fail("the hook is called"))
+    )
     with plugged(Wired()):
         host.start()
         host.load(LARGE)
