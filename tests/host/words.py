@@ -1,4 +1,4 @@
-"""An API of words, and the server's own handler with a generator that says them."""
+"""A test API whose replies are words, and the server's own handler with a fake generator."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class WordsPlugin:
     def __init__(self) -> None:
         self.sent: list[str] = []
         self.threads: set[str] = set()
-        """The threads that asked for headers."""
+        """Names of the threads that called `response_headers`."""
 
     @hookimpl
     def routes(self) -> list[Route]:
@@ -86,7 +86,7 @@ class WordsPlugin:
 
 
 class WordsGenerator:
-    """The part of the server's generator that its handler uses; it says words, or fails."""
+    """A fake of the server's generator: it generates words, or raises."""
 
     def __init__(self, server: ModuleType) -> None:
         self.cli_args, self.is_healthy = ARGS, True
@@ -95,11 +95,11 @@ class WordsGenerator:
         self.wait: Callable[[], object] = lambda: None
         """Called before a reply begins."""
         self.pause: Callable[[], object] = lambda: None
-        """Called before each word, and before a report of the prompt's progress."""
+        """Called before each word, and before the report of the prompt's progress."""
         self.progress: tuple[int, int] | None = None
         self.error: Exception | None = None
-        self.breaks: Exception | None = None
-        self.n_said = 0
+        self.reply_error: Exception | None = None
+        self.n_generated = 0
 
     def stop_and_join(self) -> None: ...
 
@@ -115,21 +115,21 @@ class WordsGenerator:
         )
         context.has_tool_calling = context.has_thinking = False
         context.initial_state, context.stop = "normal", lambda: None
-        return context, self._say(args.max_tokens, progress_callback)
+        return context, self._generated(args.max_tokens, progress_callback)
 
-    def _say(self, n: int, progress_callback: Any) -> Iterator[Any]:
+    def _generated(self, n: int, progress_callback: Any) -> Iterator[Any]:
         for i in range(n):
             if self.progress is not None and i == 0:
                 self.pause()
                 progress_callback(*self.progress)
             self.pause()
-            if self.breaks is not None and i == 1:
-                raise self.breaks
-            self.n_said += 1
-            said = SimpleNamespace(text=f"{i} ", token=i, logprob=0.0, finish_reason=None)
-            said.top_tokens, said.state, said.match = (), "normal", None
-            said.finish_reason = "length" if i == n - 1 else None
-            yield said
+            if self.reply_error is not None and i == 1:
+                raise self.reply_error
+            self.n_generated += 1
+            response = SimpleNamespace(text=f"{i} ", token=i, logprob=0.0, finish_reason=None)
+            response.top_tokens, response.state, response.match = (), "normal", None
+            response.finish_reason = "length" if i == n - 1 else None
+            yield response
 
 
 class Keepalives:
@@ -150,13 +150,13 @@ class Keepalives:
         monkeypatch.setattr(Completion, "keepalive", keepalive)
 
     def wait_for(self, n: int) -> None:
-        """Return when some more have been made."""
+        """Wait until `n` more keepalives have been made."""
         n_before = self._n_made
         wait_until(lambda: self._n_made >= n_before + n, "keepalives")
 
 
 class WordsServer:
-    """The server's own handler on a real socket pair, with a generator of ours."""
+    """The server's own handler on a real socket pair, with a fake generator."""
 
     def __init__(self, server: ModuleType) -> None:
         self.server = server
@@ -164,34 +164,34 @@ class WordsServer:
         self.plugin = WordsPlugin()
 
     def connect(self) -> tuple[socket.socket, Thread]:
-        theirs, ours = socket.socketpair()
-        theirs.settimeout(20)
+        client_socket, server_socket = socket.socketpair()
+        client_socket.settimeout(20)
 
         class OneConnection:
             def __init__(self, address: Any, make_handler: Any) -> None:
                 self.make_handler = make_handler
 
             def serve_forever(self) -> None:
-                with ours, contextlib.suppress(ConnectionError):  # as socketserver does
-                    self.make_handler(ours, ("127.0.0.1", 0), self)
+                with server_socket, contextlib.suppress(ConnectionError):  # as socketserver does
+                    self.make_handler(server_socket, ("127.0.0.1", 0), self)
 
         def serve() -> None:
             self.server._run_http_server("127.0.0.1", 0, self.generator, OneConnection)
 
         thread = Thread(target=serve)
         thread.start()
-        return theirs, thread
+        return client_socket, thread
 
     def ask(self, sent: bytes, *, end: bool = False) -> tuple[int, dict[str, str], str]:
         """Return status, headers and body of the answer to a request."""
         with plugged(self.plugin):
-            theirs, thread = self.connect()
-            with theirs:
-                theirs.sendall(sent)
+            client_socket, thread = self.connect()
+            with client_socket:
+                client_socket.sendall(sent)
                 if end:
-                    theirs.shutdown(socket.SHUT_WR)
+                    client_socket.shutdown(socket.SHUT_WR)
                 answer = b""
-                while part := theirs.recv(1 << 16):
+                while part := client_socket.recv(1 << 16):
                     answer += part
             thread.join(60)
         head, _, body = answer.decode().partition("\r\n\r\n")

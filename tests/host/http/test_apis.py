@@ -1,4 +1,4 @@
-"""Another API over chat completions: bodies, errors before and in a stream, beats, and the end."""
+"""An API of a plugin, served by chat completions: requests, streams, errors, disconnections."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def words(patched_server: ModuleType) -> WordsServer:
     return WordsServer(patched_server)
 
 
-def test_a_stream_and_a_whole_reply(words: WordsServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stream_and_whole_reply_use_the_apis_format(
+    words: WordsServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     words.generator.progress = (5, 9)
     status, headers, body = words.post({"say": "x", "stream": True})
     assert (status, headers["Content-type"]) == (200, "text/event-stream")
@@ -42,11 +44,11 @@ def test_a_stream_and_a_whole_reply(words: WordsServer, capsys: pytest.CaptureFi
     assert (status, json.loads(body)) == (200, {"words": "0 1 2 3 "})
     assert headers["X-Words"] == "yes" and int(headers["Content-Length"]) == len(body)
     assert words.plugin.sent == ["0 1 2 3 "] * 2
-    assert capsys.readouterr().err.count('"POST ') == 2  # what the clients got is logged
+    assert capsys.readouterr().err.count('"POST ') == 2  # both requests are logged
 
 
 @pytest.mark.parametrize(
-    ("sent", "status", "says"),
+    ("sent", "status", "expected_message"),
     [
         (request(b"{bad"), 400, "the body is not valid JSON"),
         (request(b"\xff"), 400, "the body is not valid JSON"),
@@ -62,14 +64,18 @@ def test_a_stream_and_a_whole_reply(words: WordsServer, capsys: pytest.CaptureFi
         (b"POST /words HTTP/1.1\r\n\r\n", 411, "Content-Length is missing"),
     ],
 )
-def test_bad_requests(words: WordsServer, sent: bytes, status: int, says: str) -> None:
-    found, _, body = words.ask(sent, end=True)
-    assert found == status, body
+def test_malformed_requests_get_errors_in_the_apis_format(
+    words: WordsServer, sent: bytes, status: int, expected_message: str
+) -> None:
+    answered, _, body = words.ask(sent, end=True)
+    assert answered == status, body
     assert json.loads(body)["status"] == status
-    assert says in json.loads(body)["oh"]
+    assert expected_message in json.loads(body)["oh"]
 
 
-def test_a_slow_body_gets_an_answer(words: WordsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_body_that_times_out_is_answered_with_408(
+    words: WordsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(http_server.PluginAPIHandler, "timeout", 0.2)
     status, _, body = words.ask(request(b'{"say"', 100))
     assert (status, json.loads(body)["status"]) == (408, 408)
@@ -77,7 +83,7 @@ def test_a_slow_body_gets_an_answer(words: WordsServer, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_error_before_the_reply_has_its_status(words: WordsServer, stream: bool) -> None:
+def test_error_before_the_reply_sets_the_http_status(words: WordsServer, stream: bool) -> None:
     words.generator.error = RequestRefused("no such agent", 413)
     status, headers, body = words.post({"say": "x", "stream": stream})
     assert (status, json.loads(body)) == (
@@ -86,10 +92,10 @@ def test_an_error_before_the_reply_has_its_status(words: WordsServer, stream: bo
     )
     assert "X-Words" not in headers
     words.generator.error = RuntimeError("no such model")
-    assert words.post({"say": "x", "stream": stream})[0] == 404  # as stock has it
+    assert words.post({"say": "x", "stream": stream})[0] == 404  # as in stock
 
 
-def test_an_error_with_a_code_stands_where_clients_look_for_it(words: WordsServer) -> None:
+def test_error_with_a_code_is_a_stream_event_or_a_400(words: WordsServer) -> None:
     words.generator.error = RequestRefused("too long", code="context_length_exceeded")
     status, _, body = words.post({"say": "x", "stream": True})
     *_, failed = events(body)
@@ -99,8 +105,10 @@ def test_an_error_with_a_code_stands_where_clients_look_for_it(words: WordsServe
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_error_in_the_reply(words: WordsServer, stream: bool) -> None:
-    words.generator.breaks = RuntimeError("out of memory")
+def test_error_during_generation_ends_the_stream_or_sets_the_status(
+    words: WordsServer, stream: bool
+) -> None:
+    words.generator.reply_error = RuntimeError("out of memory")
     status, _, body = words.post({"say": "x", "stream": stream})
     if stream:
         assert status == 200
@@ -108,13 +116,13 @@ def test_an_error_in_the_reply(words: WordsServer, stream: bool) -> None:
         assert events(body)[-1]["why"] == "out of memory"
     else:
         assert (status, json.loads(body)["oh"]) == (500, "out of memory")
-        words.generator.breaks = GenerationStopped("the server ends")
+        words.generator.reply_error = GenerationStopped("the server ends")
         status, headers, _ = words.post({"say": "x"})
         assert status == 503 and "Retry-After" in headers
     assert words.plugin.sent == []
 
 
-def test_headers_and_beats_while_nothing_comes(
+def test_waiting_stream_gets_early_headers_and_keepalive_events(
     words: WordsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words.generator.wait = partial(Keepalives(monkeypatch).wait_for, 3)
@@ -132,9 +140,9 @@ def test_headers_and_beats_while_nothing_comes(
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/chat/completions"])
-def test_a_model_that_is_unloaded_meanwhile_is_no_error(words: WordsServer, path: str) -> None:
+def test_model_unloaded_during_a_request_causes_no_error(words: WordsServer, path: str) -> None:
     class Provider:
-        """Another model is loaded as soon as anybody has asked for this one."""
+        """A provider whose model is unloaded after the first read of `model_key`."""
 
         cli_args = Namespace(**{**vars(ARGS), "model": None})
         keys = iter([("m",)])
@@ -155,22 +163,19 @@ def test_a_model_that_is_unloaded_meanwhile_is_no_error(words: WordsServer, path
     assert status == 200
 
 
-def test_nobody_is_told_the_rest(words: WordsServer) -> None:
-    """A client that has left stops its generation.
-
-    If nothing is sent before the end, the server's own generator notices that it left.
-    """
+def test_generation_stops_when_the_client_disconnects(words: WordsServer) -> None:
+    """If nothing is sent before the end, the server's own generator notices the disconnection."""
     words.generator.pause = partial(time.sleep, 0.02)
     payload = {"say": "x", "stream": True}
     with plugged(words.plugin):
         words.generator.cli_args = Namespace(**{**vars(ARGS), "max_tokens": 500})
-        theirs, thread = words.connect()
-        theirs.sendall(request(json.dumps(payload).encode()))
-        wait_until(lambda: words.generator.n_said > 2, "some words")
-        theirs.close()
+        client_socket, thread = words.connect()
+        client_socket.sendall(request(json.dumps(payload).encode()))
+        wait_until(lambda: words.generator.n_generated > 2, "some words")
+        client_socket.close()
         thread.join(60)
         assert not thread.is_alive()
-    assert words.generator.n_said < 500
+    assert words.generator.n_generated < 500
     assert words.plugin.sent == []
 
 
@@ -183,8 +188,10 @@ def test_nobody_is_told_the_rest(words: WordsServer) -> None:
         {"temperature": 0.5, "logit_bias": {"1": 2}, "seed": 4, "chat_template_kwargs": {"a": 1}},
     ],
 )
-def test_parameters_are_those_that_stock_reads(server: ModuleType, fields: dict[str, Any]) -> None:
-    """A parameter that a new version of stock reads would be missing for every other API."""
+def test_parameters_equal_those_of_stocks_handler(
+    server: ModuleType, fields: dict[str, Any]
+) -> None:
+    """Otherwise other APIs would lack a parameter that a new version of stock reads."""
 
     class Stock(server.APIHandler):  # type: ignore[misc, name-defined]
         def __init__(self, body: bytes) -> None:
@@ -203,27 +210,27 @@ def test_parameters_are_those_that_stock_reads(server: ModuleType, fields: dict[
     for name in ("body", "stream", "request_id", "object_type"):
         read.pop(name)
     made = parameters(fields, ARGS)
-    if not answers_wrong_fields():  # 0.31.3 has another default, for a sampler that is off
+    if not answers_wrong_fields():  # 0.31.3 has another default for a sampler that is off
         made["xtc_threshold"] = read["xtc_threshold"]
     assert made == read
 
 
-def test_a_client_that_left_before_the_head_waits_for_no_reply(words: WordsServer) -> None:
+def test_disconnect_before_the_headers_marks_the_client_as_gone(words: WordsServer) -> None:
     """Stock stops a reply only after it has sent the headers."""
     seen: list[Any] = []
 
-    class Notes:
+    class Recording:
         @hookimpl
         def request_received(self, request: Any) -> None:
             seen.append(request)
 
         @hookimpl
         def response_headers(self) -> list[tuple[str, str]]:
-            theirs.close()
+            client_socket.close()
             return []
 
-    with plugged(words.plugin, Notes()):
-        theirs, thread = words.connect()
-        theirs.sendall(request(json.dumps({"say": "x", "stream": True}).encode()))
+    with plugged(words.plugin, Recording()):
+        client_socket, thread = words.connect()
+        client_socket.sendall(request(json.dumps({"say": "x", "stream": True}).encode()))
         thread.join(60)
-    assert not thread.is_alive() and [each.client_gone for each in seen] == [True]
+    assert not thread.is_alive() and [received.client_gone for received in seen] == [True]

@@ -1,4 +1,4 @@
-"""Clients that close their connection, or their own side of it, on real sockets."""
+"""Clients that close their connection, or only its sending side, on real sockets."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ EVENTS = [b"data: 1\n\n", b"data: 2\n\n"]
 
 @contextmanager
 def connected() -> Iterator[tuple[ClientConnection, socket.socket]]:
-    """A client as the server sees it, about to be sent a reply, and its own end."""
+    """Yield the server's view of a client that waits for a reply, and the client's socket."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        theirs = socket.create_connection(listening.getsockname(), timeout=10)
-        ours, _ = listening.accept()
-    with ours, theirs:
-        client = ClientConnection(ours, "HTTP/1.0")
+        client_socket = socket.create_connection(listening.getsockname(), timeout=10)
+        server_socket, _ = listening.accept()
+    with server_socket, client_socket:
+        client = ClientConnection(server_socket, "HTTP/1.0")
         client.begin_reply()
-        yield client, theirs
+        yield client, client_socket
 
 
-def received(client: ClientConnection, theirs: socket.socket) -> bytes:
-    """Return all that came, once the server has closed its side."""
+def received(client: ClientConnection, client_socket: socket.socket) -> bytes:
+    """Close the server's side, and return all bytes that the client received."""
     client._connection.shutdown(socket.SHUT_WR)
-    return b"".join(iter(lambda: theirs.recv(4096), b""))
+    return b"".join(iter(lambda: client_socket.recv(4096), b""))
 
 
-def test_what_came_from_a_client_is_left_to_be_read() -> None:
-    with connected() as (client, theirs):
+def test_has_left_consumes_and_sends_no_bytes_of_a_connected_client() -> None:
+    with connected() as (client, client_socket):
         assert not client.has_left()
-        theirs.sendall(b"more")
+        client_socket.sendall(b"more")
         assert not client.has_left()
         assert client._connection.recv(9) == b"more"
-        theirs.setblocking(False)
+        client_socket.setblocking(False)
         with pytest.raises(BlockingIOError):
-            theirs.recv(1)  # nothing was sent to a client that has not left
+            client_socket.recv(1)  # the checks sent no bytes
 
 
-def test_a_slow_reader_gets_all_of_a_reply_that_no_buffer_holds() -> None:
-    with connected() as (client, theirs):
+def test_slow_reader_gets_all_of_a_reply_larger_than_the_buffers() -> None:
+    with connected() as (client, client_socket):
         client.write(JSON)
         client._connection.setblocking(False)
         n_filled = 0
@@ -65,7 +65,7 @@ def test_a_slow_reader_gets_all_of_a_reply_that_no_buffer_holds() -> None:
         sent, got = [bytes([n]) * (4 << 20) for n in range(3)], list[bytes]()
 
         def read() -> None:
-            got.extend(iter(lambda: theirs.recv(1 << 16), b""))
+            got.extend(iter(lambda: client_socket.recv(1 << 16), b""))
 
         reader = threading.Timer(0.05, read)
         reader.start()
@@ -77,52 +77,52 @@ def test_a_slow_reader_gets_all_of_a_reply_that_no_buffer_holds() -> None:
 
 
 @pytest.mark.parametrize("head", [STREAM, JSON])
-def test_a_client_that_only_stops_sending_gets_its_whole_reply(head: bytes) -> None:
-    with connected() as (client, theirs):
-        theirs.shutdown(socket.SHUT_WR)
+def test_client_that_closes_its_sending_side_gets_the_whole_reply(head: bytes) -> None:
+    with connected() as (client, client_socket):
+        client_socket.shutdown(socket.SHUT_WR)
         assert not client.has_left()
         for written in (head, *EVENTS):
             client.write(written)
             assert not client.has_left()
-        reply = received(client, theirs)
+        reply = received(client, client_socket)
         assert reply.replace(b":\n\n", b"") == head + b"".join(EVENTS)
 
 
 @pytest.mark.parametrize("sent", [[], [STREAM], [STREAM, *EVENTS]])
-def test_a_client_that_closed_its_connection_is_noticed_by_a_write(sent: list[bytes]) -> None:
-    with connected() as (client, theirs):
+def test_closed_connection_is_detected_and_makes_writes_fail(sent: list[bytes]) -> None:
+    with connected() as (client, client_socket):
         for written in sent:
             client.write(written)
-        theirs.recv(4096) if sent else None
+        client_socket.recv(4096) if sent else None
         assert not client.has_left()
-        theirs.close()
+        client_socket.close()
         wait_until(client.has_left, "the client that left")
         with pytest.raises(ConnectionError):
             for _ in range(9):
                 client.write(b"data: 3\n\n")
 
 
-def test_a_reset_connection_is_noticed_without_a_write() -> None:
-    with connected() as (client, theirs):
-        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-        theirs.close()
+def test_connection_reset_is_detected_without_a_write() -> None:
+    with connected() as (client, client_socket):
+        client_socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        client_socket.close()
         wait_until(client.has_left, "the client that left")
 
 
-def test_the_body_of_a_reply_that_is_no_stream_is_not_disturbed() -> None:
-    with connected() as (client, theirs):
+def test_disconnection_checks_add_nothing_to_a_json_reply() -> None:
+    with connected() as (client, client_socket):
         client.write(JSON)
-        theirs.shutdown(socket.SHUT_WR)
+        client_socket.shutdown(socket.SHUT_WR)
         for _ in range(3):
             assert not client.has_left()
         client.write(b"{}")
-        assert received(client, theirs) == JSON + b"{}"
+        assert received(client, client_socket) == JSON + b"{}"
 
 
-def test_a_client_that_reads_nothing_is_not_waited_for() -> None:
-    with connected() as (client, theirs):
+def test_has_left_does_not_block_if_the_client_reads_nothing() -> None:
+    with connected() as (client, client_socket):
         client.write(STREAM)
-        theirs.shutdown(socket.SHUT_WR)
+        client_socket.shutdown(socket.SHUT_WR)
         client._connection.setblocking(False)
         with pytest.raises(BlockingIOError):
             while True:
@@ -131,20 +131,20 @@ def test_a_client_that_reads_nothing_is_not_waited_for() -> None:
         assert not client.has_left()
 
 
-def test_a_connection_that_its_thread_has_closed_counts_as_left() -> None:
+def test_connection_closed_by_the_server_counts_as_left() -> None:
     with connected() as (client, _):
         client._connection.close()
         assert client.has_left()
 
 
-def test_a_silent_stream_gets_keepalives_whose_bytes_are_events(
+def test_keepalives_of_a_silent_stream_stop_at_end_keepalives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first sends the headers; a client with a closed sending side has got part of them."""
+    """The first keepalive sends the headers, without the byte that `has_left` has sent."""
     monkeypatch.setattr(clients, "HEADERS_AFTER_S", 0.0)
     monkeypatch.setattr(clients, "KEEPALIVE_S", 0.0)
-    with connected() as (client, theirs):
-        theirs.shutdown(socket.SHUT_WR)
+    with connected() as (client, client_socket):
+        client_socket.shutdown(socket.SHUT_WR)
         assert not client.has_left()
         made = iter([STREAM + b": waiting\n\n", b": prefill\n\n"])
         client.begin_keepalives(lambda: next(made))
@@ -154,10 +154,10 @@ def test_a_silent_stream_gets_keepalives_whose_bytes_are_events(
         client.end_keepalives()
         client.keep_alive()
         sent = b": waiting\n\n: prefill\n\n" + EVENTS[0]
-        assert received(client, theirs) == STREAM + sent
+        assert received(client, client_socket) == STREAM + sent
 
 
-def test_a_keepalive_comes_when_a_stream_has_been_silent_for_long(clock: Clock) -> None:
+def test_keepalive_is_sent_only_after_a_silent_interval(clock: Clock) -> None:
     made: list[str] = []
 
     def n_made() -> int:
@@ -182,11 +182,13 @@ def test_a_keepalive_comes_when_a_stream_has_been_silent_for_long(clock: Clock) 
         assert n_made() == n_made() == 2
 
 
-def test_a_keepalive_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither for a thread that writes to the client, nor for a client that does not read."""
+def test_keepalive_blocks_neither_on_the_lock_nor_on_the_reader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread that writes to the client holds the lock; a client may stop reading."""
     monkeypatch.setattr(clients, "HEADERS_AFTER_S", 0.0)
     large = b": " + bytes(1 << 24) + b"\n\n"
-    with connected() as (client, theirs):
+    with connected() as (client, client_socket):
         client.write(STREAM)
         client.begin_keepalives(lambda: large)
         with client.lock:
@@ -202,25 +204,25 @@ def test_a_keepalive_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
         writer.start()
         read = b""
         while len(read) < len(STREAM + large + EVENTS[0]):
-            read += theirs.recv(1 << 20)
+            read += client_socket.recv(1 << 20)
         writer.join(60)
         assert read == STREAM + large + EVENTS[0]
 
 
-def test_a_failing_keepalive_is_the_loss_of_its_client_only(
+def test_failing_keepalive_does_not_affect_other_clients(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(clients, "HEADERS_AFTER_S", 0.0)
     monkeypatch.setattr(clients, "KEEPALIVE_S", 0.0)
     monkeypatch.setattr(clients, "WATCH_S", 0.01)
     waiting, gone = Clients(), client_request()
-    with connected() as (failing, _), connected() as (leaving, theirs):
+    with connected() as (failing, _), connected() as (leaving, client_socket):
         failing.begin_keepalives(lambda: json.dumps(object()).encode())
         waiting.begin(failing, client_request())
         waiting.begin(leaving, gone)
         waiting.watch()
         wait_until(lambda: "a keepalive failed" in caplog.text, "the failure")
-        theirs.close()
+        client_socket.close()
         wait_until(lambda: gone.client_gone, "the client that left")
         assert len(waiting) == 1 and caplog.text.count("a keepalive failed") == 1
         waiting.is_closed = True
@@ -237,7 +239,7 @@ def client_request() -> ClientRequest:
     return ClientRequest(SimpleNamespace(request_type="", prompt="", messages=[]))
 
 
-def test_clients_that_leave_are_noticed_whenever_they_came() -> None:
+def test_watch_thread_marks_clients_that_left_until_it_is_closed() -> None:
     waiting = Clients()
     assert waiting.wait_for_none(0)
     before = set(threading.enumerate())
@@ -266,33 +268,33 @@ def test_clients_that_leave_are_noticed_whenever_they_came() -> None:
     assert not watching.is_alive()
 
 
-def test_a_look_says_whether_a_client_that_sent_a_fin_may_have_left() -> None:
+def test_look_reports_clients_that_closed_their_sending_side() -> None:
     waiting = Clients()
-    with connected() as (client, theirs):
+    with connected() as (client, client_socket):
         waiting.begin(client, client_request())
         assert not waiting.look()
-        theirs.shutdown(socket.SHUT_WR)  # it waits for its reply
+        client_socket.shutdown(socket.SHUT_WR)  # the client still waits for its reply
         assert waiting.look() and len(waiting) == 1
         client.begin_reply()
         assert not client.may_have_left
 
 
-def test_the_end_of_the_last_reply_ends_the_wait_for_it() -> None:
+def test_wait_for_none_returns_when_the_last_reply_ends() -> None:
     waiting = Clients()
     client: Any = Client(has_left=lambda: False, keep_alive=lambda: None)
     waiting.begin(client, client_request())
-    clock = threading.Timer(0.2, waiting.end, (client,))
-    clock.start()
+    timer = threading.Timer(0.2, waiting.end, (client,))
+    timer.start()
     assert waiting.wait_for_none(60)
-    clock.join()
+    timer.join()
 
 
-def test_each_reply_of_a_connection_begins_anew() -> None:
-    with connected() as (client, theirs):
-        theirs.shutdown(socket.SHUT_WR)
+def test_begin_reply_resets_the_state_of_the_previous_reply() -> None:
+    with connected() as (client, client_socket):
+        client_socket.shutdown(socket.SHUT_WR)
         for _ in range(2):
             client.begin_reply()
             assert not client.has_left()
             client.write(JSON)
             client.write(b"{}")
-        assert received(client, theirs) == 2 * (JSON + b"{}")
+        assert received(client, client_socket) == 2 * (JSON + b"{}")

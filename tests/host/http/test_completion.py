@@ -1,4 +1,4 @@
-"""Completions before any text: headers, keepalives and errors."""
+"""Completions: headers, keepalives, errors, stop words and the count of reasoning tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended
 
 CHAT = {"messages": [{"role": "user", "content": "x"}], "stream": True}
 TEXT = {"prompt": "x", "stream": True}
-BOTH = pytest.mark.parametrize(
+CHAT_AND_TEXT = pytest.mark.parametrize(
     ("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)]
 )
 TOO_LONG = RequestRefused(
@@ -51,85 +51,89 @@ def comments(body: str) -> list[str]:
     return [part for part in parts(body) if part.startswith(":")]
 
 
-def said(body: str) -> list[Any]:
-    """Return the data of a stream's events, except the last event, which only ends it."""
-    found = [part.removeprefix("data: ") for part in parts(body) if not part.startswith(":")]
-    assert found.pop() == "[DONE]"
-    return [json.loads(each) for each in found]
+def stream_data(body: str) -> list[Any]:
+    """Return the data of a stream's events without the final [DONE]."""
+    events = [part.removeprefix("data: ") for part in parts(body) if not part.startswith(":")]
+    assert events.pop() == "[DONE]"
+    return [json.loads(event) for event in events]
 
 
-@BOTH
-def test_a_quick_reply_is_what_stock_sends(
+@CHAT_AND_TEXT
+def test_quick_reply_is_sent_without_keepalives(
     words: WordsServer, path: str, body: dict[str, Any]
 ) -> None:
     status, headers, answer = words.post(body, path)
     assert (status, headers["X-Words"]) == (200, "yes")
-    assert comments(answer) == [] and len(said(answer)) == 5
+    assert comments(answer) == [] and len(stream_data(answer)) == 5
     status, headers, answer = words.post({**body, "stream": False}, path)
     assert (status, headers["X-Words"]) == (200, "yes")
     assert int(headers["Content-Length"]) == len(answer) and len(json.loads(answer)["choices"]) == 1
 
 
-@BOTH
-def test_headers_and_comments_while_a_request_waits(
+@CHAT_AND_TEXT
+def test_waiting_request_gets_early_headers_and_keepalive_comments(
     words: WordsServer, keepalives: Keepalives, path: str, body: dict[str, Any]
 ) -> None:
     words.generator.wait = partial(keepalives.wait_for, 3)
     status, headers, answer = words.post(body, path)
     assert (status, headers["Content-type"]) == (200, "text/event-stream")
     assert "Access-Control-Allow-Origin" in headers and headers["X-Words"] == "soon"
-    waiting = [each for each in comments(answer) if each == ": waiting"]
+    waiting = [comment for comment in comments(answer) if comment == ": waiting"]
     assert len(waiting) >= 3
     assert ": X-Words: yes" in comments(answer)  # too late for a header
-    assert len(said(answer)) == 5 and answer.count("HTTP/") == 0
+    assert len(stream_data(answer)) == 5 and answer.count("HTTP/") == 0
     assert "clients" not in words.plugin.threads, "a slow plugin would stall all clients"
 
 
-def test_a_stream_whose_keepalives_fail_begins_with_its_reply(
+def test_failing_keepalives_do_not_break_the_stream(
     words: WordsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clients, "HEADERS_AFTER_S", 0.0)
     monkeypatch.setattr(clients, "WATCH_S", 0.01)
-    asked: list[int] = []
+    calls: list[int] = []
 
     def wait(reply: ChatReply) -> list[Any]:
-        asked.append(1)
+        calls.append(1)
         return [{"no": object()}]
 
     monkeypatch.setattr(ChatReply, "wait", wait)
-    words.generator.wait = partial(wait_until, lambda: bool(asked), "a keepalive")
+    words.generator.wait = partial(wait_until, lambda: bool(calls), "a keepalive")
     status, headers, answer = words.post(CHAT, "/v1/chat/completions")
-    assert (status, headers["X-Words"], len(said(answer))) == (200, "yes", 5)
+    assert (status, headers["X-Words"], len(stream_data(answer))) == (200, "yes", 5)
 
 
-def test_the_head_comes_while_the_request_waits(words: WordsServer, keepalives: Keepalives) -> None:
-    has_come = threading.Event()
-    words.generator.wait = partial(has_come.wait, 60)
-    theirs, thread = words.connect()
-    with theirs:
-        theirs.sendall(request(json.dumps(CHAT).encode(), path="/v1/chat/completions"))
-        assert theirs.recv(1 << 16).startswith(b"HTTP/1.0 200")
-        has_come.set()
+def test_headers_are_sent_while_the_request_waits(
+    words: WordsServer, keepalives: Keepalives
+) -> None:
+    has_arrived = threading.Event()
+    words.generator.wait = partial(has_arrived.wait, 60)
+    client_socket, thread = words.connect()
+    with client_socket:
+        client_socket.sendall(request(json.dumps(CHAT).encode(), path="/v1/chat/completions"))
+        assert client_socket.recv(1 << 16).startswith(b"HTTP/1.0 200")
+        has_arrived.set()
     thread.join(60)
     assert not thread.is_alive()
 
 
-def test_comments_tell_how_far_a_prefill_is(words: WordsServer, keepalives: Keepalives) -> None:
+def test_comments_report_prefill_progress(words: WordsServer, keepalives: Keepalives) -> None:
     words.generator.progress = (4096, 31002)
     words.generator.pause = partial(keepalives.wait_for, 1)
     _, headers, answer = words.post(CHAT, "/v1/chat/completions")
     assert headers["X-Words"] == "yes"
-    told = list(dict.fromkeys(comments(answer)))
-    assert told == [
+    distinct = list(dict.fromkeys(comments(answer)))
+    assert distinct == [
         ": prefill",
         ": keepalive 4096/31002",
         ": prefill 4,096 of 31,002",
         ": generating",
     ]
-    assert len(said(answer)) == 5
+    assert len(stream_data(answer)) == 5
 
 
-def test_who_does_not_stream_gets_no_beat(words: WordsServer, keepalives: Keepalives) -> None:
+def test_request_without_streaming_gets_no_keepalives(
+    words: WordsServer, keepalives: Keepalives
+) -> None:
     words.generator.wait = partial(time.sleep, 0.2)
     status, headers, answer = words.post({**CHAT, "stream": False}, "/v1/chat/completions")
     assert (status, headers["X-Words"]) == (200, "yes") and json.loads(answer)
@@ -138,9 +142,9 @@ def test_who_does_not_stream_gets_no_beat(words: WordsServer, keepalives: Keepal
     assert (status, json.loads(answer)) == (409, openai_error(409, "no such agent"))
 
 
-@BOTH
+@CHAT_AND_TEXT
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_error_soon_has_its_status(
+def test_error_before_the_headers_sets_the_http_status(
     words: WordsServer, path: str, body: dict[str, Any], stream: bool
 ) -> None:
     words.generator.error = RequestRefused("no such agent", 409)
@@ -157,17 +161,17 @@ def test_an_error_soon_has_its_status(
     assert (status, json.loads(answer)) == (
         404,
         openai_error(404, "no such model"),
-    )  # as stock has it
+    )  # as in stock
 
 
-@BOTH
-def test_a_late_error_stands_in_the_stream(
+@CHAT_AND_TEXT
+def test_error_after_the_headers_is_a_stream_event(
     words: WordsServer, keepalives: Keepalives, path: str, body: dict[str, Any]
 ) -> None:
     words.generator.wait, words.generator.error = partial(keepalives.wait_for, 2), TOO_LONG
     status, _, answer = words.post(body, path)
-    *beats, last = parts(answer)
-    assert status == 200 and set(beats) == {": waiting"}
+    *earlier, last = parts(answer)
+    assert status == 200 and set(earlier) == {": waiting"}
     error = json.loads(last.removeprefix("data: "))["error"]
     assert (error["code"], error["type"]) == ("context_length_exceeded", "invalid_request_error")
     words.generator.error = RuntimeError("no such model")
@@ -175,48 +179,50 @@ def test_a_late_error_stands_in_the_stream(
     assert json.loads(last.removeprefix("data: "))["error"]["message"] == "no such model"
 
 
-def test_an_error_in_the_reply_is_an_object(words: WordsServer) -> None:
-    words.generator.breaks = RuntimeError("out of memory")
+def test_error_during_a_stream_is_an_error_object(words: WordsServer) -> None:
+    words.generator.reply_error = RuntimeError("out of memory")
     *_, last = parts(words.post(CHAT, "/v1/chat/completions")[2])
     error = json.loads(last.removeprefix("data: "))["error"]
     assert (error["message"], error["type"]) == ("out of memory", "server_error")
 
 
-@BOTH
-def test_an_error_in_a_reply_that_is_sent_whole_has_its_own_head_only(
+@CHAT_AND_TEXT
+def test_error_in_a_whole_reply_is_a_500_without_plugin_headers(
     words: WordsServer, path: str, body: dict[str, Any]
 ) -> None:
-    words.generator.breaks = RuntimeError("out of memory")
+    words.generator.reply_error = RuntimeError("out of memory")
     status, headers, answer = words.post({**body, "stream": False}, path)
     assert (status, json.loads(answer)) == (500, openai_error(500, "out of memory"))
     assert "X-Words" not in headers
 
 
-def test_a_beat_to_nobody_harms_nobody(words: WordsServer, keepalives: Keepalives) -> None:
+def test_keepalive_after_a_disconnection_does_not_affect_later_requests(
+    words: WordsServer, keepalives: Keepalives
+) -> None:
     words.generator.wait = partial(time.sleep, 0.2)
-    theirs, thread = words.connect()
-    theirs.sendall(request(json.dumps(CHAT).encode(), path="/v1/chat/completions"))
-    theirs.close()
+    client_socket, thread = words.connect()
+    client_socket.sendall(request(json.dumps(CHAT).encode(), path="/v1/chat/completions"))
+    client_socket.close()
     thread.join(60)
     assert not thread.is_alive()
     words.generator.wait = lambda: None
-    assert len(said(words.post(CHAT, "/v1/chat/completions")[2])) == 5
+    assert len(stream_data(words.post(CHAT, "/v1/chat/completions")[2])) == 5
 
 
-@BOTH
+@CHAT_AND_TEXT
 @pytest.mark.parametrize("stream", [True, False])
-def test_nothing_is_read_after_a_stop_word(
+def test_generation_is_not_read_after_a_stop_word(
     words: WordsServer, path: str, body: dict[str, Any], stream: bool
 ) -> None:
-    """After `stop` the server's generator says nothing: reading on would wait forever."""
+    """After a stop, the server's generator produces nothing; another read would block forever."""
     words.generator.model_provider.tokenizer = SimpleNamespace()
     status, _, answer = words.post({**body, "stream": stream, "stop": "1"}, path)
-    assert (status, words.generator.n_said) == (200, 2)
+    assert (status, words.generator.n_generated) == (200, 2)
     assert '"finish_reason": "stop"' in answer
 
 
 def test_reasoning_is_counted_in_tokens() -> None:
-    """Several tokens may make one character, and then come in one part."""
+    """Several tokens may form one character; their text then arrives with the last token."""
     reply = ResponsesReply({}, {}, is_kept=True)
     client = SimpleNamespace(lock=threading.RLock(), end_keepalives=lambda: None)
     completion = Completion(SimpleNamespace(client=client), ResponsesAPI(), reply)

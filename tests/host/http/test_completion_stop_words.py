@@ -28,20 +28,22 @@ def test_the_text_is_cut_at_the_first_stop_word(pieces: list[str], words: list[s
         shown += stops.cut(piece)
         so_far = "".join(pieces[:n])
         if stops.found is None:
-            held = so_far[len(shown) :]
+            withheld = so_far[len(shown) :]
             assert so_far.startswith(shown)
-            assert not held or any(word.startswith(held) and word != held for word in words)
+            assert not withheld or any(
+                word.startswith(withheld) and word != withheld for word in words
+            )
     shown += stops.rest()
     assert (shown, stops.found) == first_stop("".join(pieces), words)
 
 
 @given(st.text("ab "), WORDS, st.data())
-def test_how_the_text_is_cut_into_pieces_does_not_matter(
+def test_result_does_not_depend_on_the_division_into_pieces(
     text: str, words: list[str], data: st.DataObject
 ) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)))))
     whole, pieces = StopWords(words), StopWords(words)
     shown = whole.cut(text) + whole.rest()
-    parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    parts = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert "".join(map(pieces.cut, parts)) + pieces.rest() == shown
     assert pieces.found == whole.found

@@ -92,7 +92,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "huge seed": ({"seed": 2**64}, "seed is 18446744073709551616"),
     "stream_options of a number": ({"stream": True, "stream_options": 5}, "stream_options is 5"),
     "template arguments of a list": ({"chat_template_kwargs": ["a"]}, "chat_template_kwargs is a"),
-    "arrays from the template": (
+    "a template that returns an array": (
         {"chat_template_kwargs": {"return_tensors": "np"}},
         "the prompt became a ndarray, expected a list of ids",
     ),
@@ -107,11 +107,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [{"role": ["a"], "content": "b"}]},
         "no prompt can be made of this request (",
     ),
-    "a part whose type is no text": (
+    "a part whose type is an object": (
         {"messages": [{"role": "tool", "content": [{"type": {}}]}]},
         "messages[0].content[0].type is an object, expected text, image_url or file",
     ),
-    "a part without a type": (
+    "a part whose type is null": (
         {"messages": [{"role": "tool", "content": [{"type": None}]}]},
         "messages[0].content[0].type is null, expected text, image_url or file",
     ),
@@ -132,28 +132,32 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_one_request_never_ends_generation(server: ServerProcess, case: str) -> None:
-    sent, says = REFUSED[case]
+def test_refused_request_does_not_end_the_generation_thread(
+    server: ServerProcess, case: str
+) -> None:
+    sent, expected_message = REFUSED[case]
     body = {"messages": USER, "max_tokens": 2, **sent}
     status, answer = post(server, CHAT, json.dumps(body).encode())
-    assert (status, says in json.loads(answer)["error"]["message"]) == (400, True), answer
+    assert (status, expected_message in json.loads(answer)["error"]["message"]) == (400, True), (
+        answer
+    )
     assert server.chat(USER, max_tokens=2).completion_tokens > 0
 
 
-def test_the_first_of_two_faults_is_named() -> None:
+def test_error_names_the_first_of_two_faults() -> None:
     with pytest.raises(RequestRefused, match=r"^messages\[0\].role is null"):
         check_messages([{"content": "a"}, "b"])
     with pytest.raises(RequestRefused, match=r"^messages\[0\].content\[0\].type is 5"):
         check_messages([{"role": "user", "content": [{"type": 5}, "b"]}])
 
 
-def test_the_largest_body_is_taken() -> None:
+def test_body_lengths_up_to_the_maximum_are_accepted() -> None:
     for length in (None, "0", str(MAX_BODY_BYTES)):
         check_body_length(length)
 
 
 @pytest.mark.parametrize(("probability", "threshold"), [(0.5, 0.5), (0.0, 0.9)])
-def test_xtc_is_checked_where_it_is_asked_for(probability: float, threshold: float) -> None:
+def test_xtc_threshold_is_checked_only_if_xtc_is_used(probability: float, threshold: float) -> None:
     kinds = ("repetition", "presence", "frequency")
     sizes = {f"{kind}_context_size": 20 for kind in kinds}
     penalties = dict.fromkeys((f"{kind}_penalty" for kind in kinds), 0.0)
@@ -167,15 +171,15 @@ def test_xtc_is_checked_where_it_is_asked_for(probability: float, threshold: flo
         check_parameters({}, given)
 
 
-def test_a_reply_of_no_tokens_is_refused() -> None:
-    """mlx-lm 0.32.0 lets it pass, and its generation thread ends."""
+def test_max_tokens_of_zero_is_refused() -> None:
+    """mlx-lm 0.32.0 accepts the request, and its generation thread ends."""
     penalties = dict.fromkeys(f"{kind}_penalty" for kind in ("repetition", "presence", "frequency"))
     with pytest.raises(RequestRefused, match="max_tokens is 0, expected at least 1"):
         check_parameters({}, SimpleNamespace(temperature=0.0, max_tokens=0, **penalties))
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "says"),
+    ("path", "body", "expected_message"),
     [
         ("/v1/completions", b'{"prompt": ["a", "b"]}', "prompt is a list, expected text"),
         ("/v1/completions", b'{"prompt": ""}', "the prompt has no tokens"),
@@ -186,26 +190,28 @@ def test_a_reply_of_no_tokens_is_refused() -> None:
         (CHAT, b'{"messages": "\xff"}', "the body is not valid JSON: 'utf-8'"),
     ],
 )
-def test_bodies_that_stock_does_not_answer(
-    server: ServerProcess, path: str, body: bytes, says: str
+def test_malformed_bodies_are_answered_with_400(
+    server: ServerProcess, path: str, body: bytes, expected_message: str
 ) -> None:
     status, answer = post(server, path, body)
-    assert (status, says in json.loads(answer)["error"]["message"]) == (400, True), answer
+    assert (status, expected_message in json.loads(answer)["error"]["message"]) == (400, True), (
+        answer
+    )
     assert server.complete("a", max_tokens=2).completion_tokens > 0
 
 
 @pytest.mark.parametrize(
     ("length", "status"), [("-1", 400), (str(MAX_BODY_BYTES + 1), 413), ("9" * 5000, 400)]
 )
-def test_a_claimed_length_is_not_waited_for(
+def test_invalid_content_length_is_refused_before_the_body_is_read(
     server: ServerProcess, length: str, status: int
 ) -> None:
-    found, answer = post(server, CHAT, b"", {"Content-Length": length})
-    assert found == status and json.loads(answer)["error"], answer
+    answered, answer = post(server, CHAT, b"", {"Content-Length": length})
+    assert answered == status and json.loads(answer)["error"], answer
 
 
 ODD: dict[str, dict[str, Any]] = {
-    "stop of falsy values": {"stop": 0},
+    "stop of 0": {"stop": 0},
     "an empty stop word": {"stop": [""]},
     "stop of an object": {"stop": {"zz": 1}},
     "a text as stop": {"stop": "zz"},
@@ -218,8 +224,8 @@ ODD: dict[str, dict[str, Any]] = {
     "max_tokens of true": {"max_tokens": True},
     "a draft model of null": {"draft_model": None},
     "num_draft_tokens": {"num_draft_tokens": 10**30},
-    "a context of everything": {"repetition_penalty": 1.3, "repetition_context_size": 0},
-    "a context beyond everything": {"repetition_penalty": 1.3, "repetition_context_size": 2**31},
+    "a context size of 0": {"repetition_penalty": 1.3, "repetition_context_size": 0},
+    "the largest context size": {"repetition_penalty": 1.3, "repetition_context_size": 2**31},
     "infinite penalties": {"presence_penalty": INF},
     "a seed of true": {"seed": True},
     "the largest seed": {"seed": 2**64 - 1},
@@ -227,12 +233,12 @@ ODD: dict[str, dict[str, Any]] = {
     "top_logprobs": {"top_logprobs": 11, "logprobs": True},
     "null template arguments": {"chat_template_kwargs": None},
     "template arguments of false": {"chat_template_kwargs": False},
-    "template arguments of no parts": {"chat_template_kwargs": []},
+    "template arguments of an empty list": {"chat_template_kwargs": []},
     "top_k of false": {"temperature": 0.1, "top_k": False, "logit_bias": {"5": 100}},
     "top_logprobs of false": {"top_logprobs": False},
     "stream_options without a stream": {"stream_options": 5},
     "stream_options of an odd value": {"stream_options": {"include_usage": "x"}},
-    "a template of one's own": {"chat_template_kwargs": {"chat_template": "say {{ messages }}"}},
+    "a template in the request": {"chat_template_kwargs": {"chat_template": "say {{ messages }}"}},
     "content of an object": {"messages": [{"role": "user", "content": {"a": 1}}]},
     "content of a number": {"messages": [{"role": "user", "content": 5}]},
     "content of null": {"messages": [*USER, {"role": "assistant", "content": None}]},
@@ -240,22 +246,22 @@ ODD: dict[str, dict[str, Any]] = {
     "text with a field of images": {
         "messages": [{"role": "user", "content": [{"type": "text", "text": "a", "image_url": 5}]}]
     },
-    "no parts": {"messages": [{"role": "user", "content": []}]},
+    "content without parts": {"messages": [{"role": "user", "content": []}]},
     "role_mapping of a number": {"role_mapping": 5},
     "unknown fields": {"n": 2, "user": 5, "metadata": 7, "session_id": [1], "foo": {"a": []}},
 }
 
 
 @pytest.mark.parametrize("case", ODD)
-def test_odd_requests_are_served_as_stock_serves_them(
+def test_odd_requests_get_the_same_reply_as_in_stock(
     server: ServerProcess, stock: ServerProcess, case: str
 ) -> None:
     if case == "an empty stop word" and not ignores_empty_stop_words():
         pytest.skip("this mlx-lm ends the reply before its first token")
     body = json.dumps({"messages": USER, "max_tokens": 6, **ODD[case]}).encode()
     replies = []
-    for one in (server, stock):
-        status, answer = post(one, CHAT, body)
+    for either in (server, stock):
+        status, answer = post(either, CHAT, body)
         assert status == 200, answer
         reply = json.loads(answer)
         reply["usage"].pop("prompt_tokens_details")
@@ -263,7 +269,7 @@ def test_odd_requests_are_served_as_stock_serves_them(
     assert replies[0] == replies[1]
 
 
-def test_a_reply_may_have_any_number_of_tokens(server: ServerProcess) -> None:
+def test_huge_max_tokens_is_accepted(server: ServerProcess) -> None:
     body = {"messages": USER, "max_tokens": 10**30, "stop": [*"aeiou", " ", "."]}
     status, answer = post(server, CHAT, json.dumps(body).encode())
     assert (status, json.loads(answer)["choices"][0]["finish_reason"]) == (200, "stop")
@@ -272,15 +278,15 @@ def test_a_reply_may_have_any_number_of_tokens(server: ServerProcess) -> None:
 @pytest.mark.parametrize(
     "name", ["temperature", "presence_penalty", "frequency_penalty", "repetition_penalty"]
 )
-def test_integers_that_mlx_does_not_take_are_numbers(server: ServerProcess, name: str) -> None:
-    """They end stock's generation thread, which serves the same numbers as floats."""
+def test_integers_too_large_for_mlx_are_accepted(server: ServerProcess, name: str) -> None:
+    """Such integers end stock's generation thread, which accepts the same numbers as floats."""
     body = {"messages": USER, "max_tokens": 4, "top_p": 0.9, name: 10**30}
     status, answer = post(server, CHAT, json.dumps(body).encode())
     assert status == 200, answer
     assert server.complete("a", max_tokens=2).completion_tokens > 0
 
 
-def test_stream_options_without_include_usage_end_well(server: ServerProcess) -> None:
+def test_stream_ends_with_done_and_has_usage_only_if_requested(server: ServerProcess) -> None:
     """Stock raises KeyError at the end of the stream, and [DONE] is never sent."""
     for options, n_usage in (({}, 0), ({"include_usage": True}, 1), (None, 0)):
         body = {"messages": USER, "max_tokens": 3, "stream": True, "stream_options": options}
@@ -291,7 +297,7 @@ def test_stream_options_without_include_usage_end_well(server: ServerProcess) ->
 
 
 @pytest.mark.parametrize("has_config", [True, False])
-def test_a_model_that_is_not_loaded_must_be_on_the_hub(
+def test_hub_model_is_refused_if_it_has_no_config_file(
     has_config: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if has_config:
@@ -304,8 +310,8 @@ def test_a_model_that_is_not_loaded_must_be_on_the_hub(
             request_checks.check_model("some/model", ["mine"], None)
 
 
-def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A downloaded file is asked for again and again, for 23 seconds."""
+def test_unreachable_hub_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Downloading one file would be tried again for 23 seconds."""
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"waits {seconds} s"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")

@@ -1,4 +1,4 @@
-"""Requests and replies as plugins see them; headers go only to the replies that need them."""
+"""The HTTP server with plugins: hooks, headers, routes, errors and the list of models."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ def completion(body: Any = None, path: str = "/v1/completions") -> bytes:
 
 @pytest.fixture
 def keep_alive(patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A server that answers several requests on one connection, as stock one day may."""
+    """A server that answers several requests on one connection, as a later stock may do."""
     monkeypatch.setattr(patched_server.APIHandler, "protocol_version", "HTTP/1.1")
     return patched_server
 
 
 def heads(answered: str) -> list[str]:
     """Return status line and headers of each reply on a connection."""
-    return [f"HTTP/1.1{part}".partition("\r\n\r\n")[0] for part in answered.split("HTTP/1.1")[1:]]
+    return [f"HTTP/1.1{reply}".partition("\r\n\r\n")[0] for reply in answered.split("HTTP/1.1")[1:]]
 
 
 @pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
-def test_headers_stay_with_their_request(keep_alive: ModuleType) -> None:
+def test_plugin_headers_do_not_leak_into_other_replies(keep_alive: ModuleType) -> None:
     bad = b"POST /v1/completions HTTP/1.1\r\nContent-Length: 4\r\n\r\n{bad"
     requests = (completion(), HEALTH, completion(), b"OPTIONS /v1/models HTTP/1.1\r\n\r\n", bad)
     with plugged(Echo()):
@@ -64,10 +64,10 @@ def test_headers_stay_with_their_request(keep_alive: ModuleType) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
-def test_a_refused_generation_gets_no_header(
+def test_failed_generation_gets_no_plugin_header(
     patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stock answers 404 with the error's text; a failed request has no outcome to tell."""
+    """Stock answers 404 with the error's text; a failed request has no outcome to report."""
     captured: list[Any] = []
 
     class OneConnection:
@@ -76,29 +76,29 @@ def test_a_refused_generation_gets_no_header(
 
         def serve_forever(self) -> None:
             captured.append(getattr(self, "request_queue_size", 5))
-            captured[0](ours, ("127.0.0.1", 0), self)
+            captured[0](server_socket, ("127.0.0.1", 0), self)
 
     def generate(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("no such agent")
 
-    ours, theirs = socket.socketpair()
+    server_socket, client_socket = socket.socketpair()
     generator = SimpleNamespace(cli_args=ARGS, generate=generate, stop_and_join=lambda: None)
-    with ours, theirs, plugged(echo := Echo()):
-        theirs.sendall(completion())
+    with server_socket, client_socket, plugged(echo := Echo()):
+        client_socket.sendall(completion())
         patched_server._run_http_server("127.0.0.1", 0, generator, OneConnection)
-        ours.close()
-        reply = theirs.makefile("rb").read().decode()
+        server_socket.close()
+        reply = client_socket.makefile("rb").read().decode()
     assert " 404 " in reply.splitlines()[0]
     assert "X-Echo" not in reply
     assert "no such agent" in reply
     assert echo.calls == [["request_received", "s", False]]
-    assert captured[1] == 128  # connections may wait
+    assert captured[1] == 128  # how many connections may wait
 
 
 @pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
-@pytest.mark.parametrize("stop", [[], ["never"]], ids=["", "stop words"])
+@pytest.mark.parametrize("stop", [[], ["never"]], ids=["no stop words", "stop words"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_reply_is_told_once_and_before_its_last_part(
+def test_reply_sent_is_called_once_before_the_last_write(
     patched_server: ModuleType, stream: bool, stop: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[bytes] = []
@@ -110,7 +110,7 @@ def test_a_reply_is_told_once_and_before_its_last_part(
 
     monkeypatch.setattr(ClientConnection, "write", recorded)
 
-    class Notes(Echo):
+    class Recording(Echo):
         @hookimpl
         def reply_sent(
             self, request: Any, content: str, reasoning: str, tool_calls: list[dict[str, Any]]
@@ -118,15 +118,15 @@ def test_a_reply_is_told_once_and_before_its_last_part(
             sent = b"".join(written).decode()
             self.record("reply_sent", content, '"finish_reason": "length"' in sent)
 
-    with plugged(notes := Notes()):
+    with plugged(recording := Recording()):
         answered = answer(
             patched_server,
             completion({"prompt": "ping", "stream": stream, "stop": stop}),
             model_provider=SimpleNamespace(tokenizer=None),
         )
-    assert notes.calls == [["request_received", "s", stream], ["reply_sent", "pong", False]]
+    assert recording.calls == [["request_received", "s", stream], ["reply_sent", "pong", False]]
     assert answered.count('"finish_reason": "length"') == 1
-    # Without streaming the headers wait for the reply, and can describe it.
+    # Without streaming, the headers are made after the reply.
     assert ("X-Echo: 1" if stream else "X-Echo: 2") in answered
 
 
@@ -164,14 +164,14 @@ class Refusing:
 
 
 @pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
-def test_a_plugin_refuses_a_request(patched_server: ModuleType) -> None:
+def test_plugin_can_refuse_a_request(patched_server: ModuleType) -> None:
     with plugged(Refusing()):
         answered = answer(patched_server, completion())
     assert answered.startswith("HTTP/1.0 400 ") and '"message": "a header is wrong' in answered
 
 
 @pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
-def test_plugins_answer_paths_of_any_method(keep_alive: ModuleType) -> None:
+def test_plugin_routes_can_have_any_method(keep_alive: ModuleType) -> None:
     with plugged(echo := Echo()):
         echo.record("something")
         requests = (
@@ -186,7 +186,7 @@ def test_plugins_answer_paths_of_any_method(keep_alive: ModuleType) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
-def test_a_path_that_fails_is_a_500(
+def test_failing_plugin_route_answers_500_and_is_logged(
     patched_server: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
     with plugged(Echo()):
@@ -196,20 +196,23 @@ def test_a_path_that_fails_is_a_500(
 
 
 @pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
-def test_a_server_without_a_model_asks_for_one(patched_server: ModuleType) -> None:
+def test_request_without_a_model_gets_404_if_no_model_is_loaded(patched_server: ModuleType) -> None:
     arguments = Namespace(**{**vars(ARGS), "model": None})
     answered = answer(patched_server, completion(), cli_args=arguments)
     assert answered.startswith("HTTP/1.0 404 ")
     assert "this server has no model; name one in the request, or start it" in answered
 
 
-class Barred:
+class RefusingRoutes:
     @hookimpl
     def routes(self) -> list[Route]:
-        return [Route("POST", "/read", lambda handler: handler.read_json()), Route("GET", "/", bar)]
+        return [
+            Route("POST", "/read", lambda handler: handler.read_json()),
+            Route("GET", "/", refuse_all),
+        ]
 
 
-def bar(handler: Any) -> None:
+def refuse_all(handler: Any) -> None:
     raise RequestRefused("nobody may ask", 403, "barred")
 
 
@@ -225,14 +228,14 @@ def bar(handler: Any) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
-def test_a_path_that_refuses_says_so(
+def test_refusals_by_plugin_routes_are_openai_errors(
     patched_server: ModuleType,
     caplog: pytest.LogCaptureFixture,
     request_bytes: bytes,
     status: int,
     error: dict[str, Any],
 ) -> None:
-    with plugged(Barred()):
+    with plugged(RefusingRoutes()):
         head, _, body = answer(patched_server, request_bytes).partition("\r\n\r\n")
     assert int(head.split()[1]) == status and json.loads(body) == error
     assert "failed" not in caplog.text
@@ -251,7 +254,7 @@ def test_a_health_check_is_not_logged(
 
 
 class Recovering:
-    """Answers as stock does, after an error of its own."""
+    """Answers with stock's method while it handles an exception."""
 
     handler: Any = None
 
@@ -268,7 +271,7 @@ class Recovering:
 
 
 @pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
-def test_a_path_answers_after_an_error_and_its_connection_is_freed(
+def test_handler_of_a_route_that_recovers_from_an_error_is_freed(
     patched_server: ModuleType,
 ) -> None:
     gc.disable()
@@ -281,7 +284,7 @@ def test_a_path_answers_after_an_error_and_its_connection_is_freed(
 
 
 class Late:
-    """Fails when it has answered."""
+    """Raises after it has answered."""
 
     @hookimpl
     def routes(self) -> list[Route]:
@@ -294,31 +297,31 @@ class Late:
 
 
 @pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
-def test_a_path_that_fails_when_it_has_answered_says_nothing_more(
+def test_route_that_fails_after_its_answer_sends_no_second_answer(
     patched_server: ModuleType,
 ) -> None:
     with plugged(Late()):
         answered = answer(patched_server, b"GET /late HTTP/1.1\r\n\r\n")
     assert " 503 " in answered.splitlines()[0] and answered.count("HTTP/1.") == 1
-    assert "\r\nRetry-After: 5\r\n" in answered  # on a plugin's path, too
+    assert "\r\nRetry-After: 5\r\n" in answered  # also on a plugin's route
 
 
-def test_a_part_in_braces_is_any_but_none_and_comes_last(server: ModuleType) -> None:
+def test_route_parameter_matches_one_segment_after_exact_routes(server: ModuleType) -> None:
     braces, plain = Route("GET", "/x/{id}", print), Route("GET", "/x/y", print)
     routes = {("GET", route.path): route for route in (braces, plain)}
     handler = object.__new__(handler_with(server.APIHandler, routes, Clients()))
     handler.command = "GET"
 
-    def found(path: str) -> Route | None:
+    def route_of(path: str) -> Route | None:
         handler.path = path
         route: Route | None = handler._route()
         return route
 
     paths = ("/x/y?a=/x/z", "/x/z", "/x/", "/x", "/x/y/z", "/v/y")
-    assert [found(path) for path in paths] == [plain, braces, None, None, None, None]
+    assert [route_of(path) for path in paths] == [plain, braces, None, None, None, None]
 
 
-def test_the_pattern_of_a_route_is_made_once(
+def test_route_pattern_is_compiled_once(
     server: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     route = Route("GET", "/x/{id}", print)
@@ -333,7 +336,7 @@ def test_the_pattern_of_a_route_is_made_once(
     assert handler._route() is None
 
 
-def test_a_request_is_frozen_once(patched_server: ModuleType) -> None:
+def test_request_and_body_share_the_same_frozen_messages(patched_server: ModuleType) -> None:
     seen: list[tuple[Any, Any]] = []
 
     class Watching:
@@ -346,23 +349,21 @@ def test_a_request_is_frozen_once(patched_server: ModuleType) -> None:
         warnings.simplefilter("ignore")
         generator = {"reads_images": lambda model: None}
         answer(patched_server, completion(body, "/v1/chat/completions"), **generator)
-    [(messages, of_body)] = seen
-    assert messages is of_body and messages == body["messages"]
+    [(messages, body_messages)] = seen
+    assert messages is body_messages and messages == body["messages"]
     with pytest.raises(TypeError, match="cannot change"):
         messages.append({})
 
 
 @pytest.mark.parametrize(
-    ("model", "is_full_precision"),
+    ("model", "expected"),
     [("claude-opus-5", True), ("anthropic.claude", True), ("anthropic/claude-mlx", False)],
 )
-def test_names_of_anthropics_models_are_the_servers_own(
-    model: str, is_full_precision: bool
-) -> None:
-    assert is_alias(model) is is_full_precision
+def test_claude_names_are_aliases_of_the_servers_model(model: str, expected: bool) -> None:
+    assert is_alias(model) is expected
 
 
-def test_two_plugins_cannot_answer_one_path() -> None:
+def test_two_plugins_with_the_same_route_are_refused() -> None:
     with (
         plugged(Echo(), Echo()),
         pytest.raises(ConfigError, match="two plugins answer GET /echo"),
@@ -370,10 +371,10 @@ def test_two_plugins_cannot_answer_one_path() -> None:
         plugin_routes()
 
 
-def test_a_server_that_cannot_listen_ends_its_generation_thread(
+def test_failure_to_listen_stops_the_generation_thread(
     patched_server: ModuleType,
 ) -> None:
-    """A port in use: stock raises, its thread continues, and the process never ends."""
+    """If the port is in use, stock raises, but its thread continues and the process never ends."""
     stopped: list[bool] = []
     generator = SimpleNamespace(stop_and_join=lambda: stopped.append(True))
 
@@ -388,7 +389,7 @@ def test_a_server_that_cannot_listen_ends_its_generation_thread(
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "is_sent"),
+    ("name", "value", "is_valid"),
     [
         ("X-A", "b; c=d", True),
         ("X-A", "", True),
@@ -399,23 +400,23 @@ def test_a_server_that_cannot_listen_ends_its_generation_thread(
         ("X-A", "é", False),
     ],
 )
-def test_only_headers_that_end_where_they_should_are_sent(
-    name: str, value: str, is_sent: bool
+def test_plugin_headers_with_invalid_names_or_values_are_refused(
+    name: str, value: str, is_valid: bool
 ) -> None:
-    with nullcontext() if is_sent else pytest.raises(PluginFault):
+    with nullcontext() if is_valid else pytest.raises(PluginFault):
         check_headers([("X-B", "c"), (name, value)])
 
 
 @pytest.mark.parametrize(("error", "level"), [(OSError("closed"), "INFO"), (KeyError(), "ERROR")])
 @pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
-def test_a_connection_that_fails_is_a_line_of_the_log(
+def test_connection_error_is_logged_without_a_traceback_on_stderr(
     patched_server: ModuleType,
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
     error: Exception,
     level: str,
 ) -> None:
-    """A signal can close a connection that was accepted and is not read yet."""
+    """A signal can close a connection that was accepted but is not read yet."""
 
     class Failing(BaseServer):
         def __init__(self, address: Any, make_handler: Any) -> None: ...
@@ -433,7 +434,7 @@ def test_a_connection_that_fails_is_a_line_of_the_log(
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_given_handler_class_is_kept(server: ModuleType) -> None:
+def test_handler_with_extends_the_given_class(server: ModuleType) -> None:
     class Own(server.APIHandler):  # type: ignore[misc, name-defined]
         pass
 
@@ -444,7 +445,7 @@ def test_a_given_handler_class_is_kept(server: ModuleType) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
-def test_downloaded_models_and_the_own_one_under_two_names(
+def test_models_route_lists_downloaded_models_and_aliases_of_the_own_model(
     patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Claude Code offers only names that begin with "claude"."""
@@ -456,11 +457,11 @@ def test_downloaded_models_and_the_own_one_under_two_names(
     (snapshot.parents[1] / "refs" / "main").write_text("abc", encoding="utf-8")
     monkeypatch.setattr(http_server, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(patched_server, "scan_cache_dir", partial(scan_cache_dir, tmp_path))
-    own = tmp_path / "Qwen3 8B_4bit"
-    own.mkdir()
-    arguments = Namespace(**{**vars(ARGS), "model": str(own)})
+    own_model = tmp_path / "Qwen3 8B_4bit"
+    own_model.mkdir()
+    arguments = Namespace(**{**vars(ARGS), "model": str(own_model)})
     provider = SimpleNamespace(
-        model_key=(str(own), None, None), cli_args=arguments, max_context=None
+        model_key=(str(own_model), None, None), cli_args=arguments, max_context=None
     )
 
     def listed(path: str) -> Any:
@@ -469,12 +470,12 @@ def test_downloaded_models_and_the_own_one_under_two_names(
         return json.loads(answered.partition("\r\n\r\n")[2])
 
     names = [model["id"] for model in listed("/v1/models")["data"]]
-    assert names == [str(own), "some/model", "claude-Qwen3-8B-4bit", "default_model"]
+    assert names == [str(own_model), "some/model", "claude-Qwen3-8B-4bit", "default_model"]
     alias = listed("/v1/models/claude-Qwen3-8B-4bit")
     assert (alias["type"], alias["object"]) == ("model", "model")
     assert listed("/v1/models/some/model")["id"] == "some/model"
     assert listed("/v1/models/some/other")["error"]["code"] == "model_not_found"
-    monkeypatch.chdir(own)
+    monkeypatch.chdir(own_model)
     arguments.model, provider.model_key = ".", (".", None, None)
     assert [model["id"] for model in listed("/v1/models")["data"]] == names
     arguments.served_name = "team"
@@ -482,7 +483,7 @@ def test_downloaded_models_and_the_own_one_under_two_names(
     assert listed("/v1/models/default_model")["id"] == "default_model"
     arguments.served_name = "default_model"
     assert [model["id"] for model in listed("/v1/models")["data"]] == ["default_model", *names[:-1]]
-    arguments.model = None  # a model that a request has loaded is not the default
+    arguments.model = None  # a model that a request loaded is not the default
     arguments.served_name = None
     assert [model["id"] for model in listed("/v1/models")["data"]] == names[:-1]
     assert listed("/v1/models/default_model")["error"]["code"] == "model_not_found"
