@@ -1,4 +1,4 @@
-"""Plugins for the tests: one that records its hooks, one that fails, one that misspells."""
+"""Plugins for the tests: recording, failing, wrongly written, and editing its arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mlx_lm_kvpersist.host.http import clients
 
 
 class EchoRequest(TakenRequest):
-    """Records saved tokens, by the last message of the request."""
+    """Records the number of saved tokens, with the last message of the request."""
 
     def __init__(self, echo: Echo, request: ClientRequest, prompt: Prompt) -> None:
         super().__init__(prompt)
@@ -33,9 +33,9 @@ class EchoRequest(TakenRequest):
 
 
 class Echo:
-    """Records every hook, with an identification of the request, in a file and at /echo.
+    """Records every hook call in a file and at /echo.
 
-    DRAIN_S is how long replies may continue after SIGTERM, if not as long as in any server.
+    If DRAIN_S is set, replies may continue for this number of seconds after SIGTERM.
     """
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class Echo:
 
 
 class Failing:
-    """Fails in the hook that FAIL_IN names, as FAIL_WITH says."""
+    """Raises in the hook that FAIL_IN names; FAIL_WITH selects the exception."""
 
     def __init__(self) -> None:
         self.fail("init")
@@ -143,12 +143,12 @@ class Failing:
     def configure(self, args: Namespace) -> None:
         self.fail("configure")
         if os.environ.get("FAIL_IN") == "generation":
-            self.end_generation_at_a_top_k()
+            self.end_generation_at_top_k_13()
         elif os.environ.get("FAIL_IN") == "device":
-            self.refuse_work_after_a_top_k()
+            self.refuse_work_after_top_k_13()
 
-    def refuse_work_after_a_top_k(self) -> None:
-        """Make a device that refuses all work from the first request with top_k=13 on."""
+    def refuse_work_after_top_k_13(self) -> None:
+        """Make the device refuse all work after the first request with top_k=13."""
         server: Any = importlib.import_module("mlx_lm.server")
         stock = server._make_sampler
 
@@ -162,8 +162,8 @@ class Failing:
 
         server._make_sampler = make
 
-    def end_generation_at_a_top_k(self) -> None:
-        """Make the generation thread raise at a point where stock catches nothing, for top_k=13."""
+    def end_generation_at_top_k_13(self) -> None:
+        """Make the generation thread raise, at top_k=13, an exception that stock does not catch."""
         server: Any = importlib.import_module("mlx_lm.server")
         stock = server._make_sampler
 
@@ -192,14 +192,14 @@ class Misspelt:
 
 
 class WrongArguments:
-    """Implements a hook with an argument that it does not have."""
+    """Implements a hook with an argument that the hook does not have."""
 
     @hookimpl
     def configure(self, arguments: Namespace) -> None: ...
 
 
 class Editing:
-    """Edits all its arguments in place, and answers nonsense."""
+    """Edits its arguments in place, and returns invalid values."""
 
     @hookimpl
     def model_loaded(self, provider: Any) -> None: ...

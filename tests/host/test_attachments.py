@@ -32,7 +32,7 @@ def result(*parts: Message) -> Message:
     return {"role": "tool", "tool_call_id": "1", "content": list(parts)}
 
 
-def said(messages: list[Message]) -> list[str]:
+def texts(messages: list[Message]) -> list[str]:
     """Return the text of each message as stock joins it, and "IMAGE" for an image."""
     contents = (message["content"] for message in messages)
     return [
@@ -61,14 +61,16 @@ def said(messages: list[Message]) -> list[str]:
         ("input_audio", {"type": "input_audio", "input_audio": {"data": "QQ=="}}),
     ],
 )
-def test_one_line_stands_for_what_a_model_does_not_read(name: str, part: Message) -> None:
+def test_unreadable_part_of_an_older_message_becomes_one_line(name: str, part: Message) -> None:
     line = f"[{name}, not shown: this model reads text only]"
     old = [user(text("Look."), part, text("And?")), {"role": "assistant", "content": "A."}, GO_ON]
-    assert said(fit_attachments(old, False)) == [f"Look.\n{line}\nAnd?", "A.", "Go on."]
-    assert said(fit_attachments([CALL, result(part)], False)) == ["", line]
-    with pytest.raises(RequestRefused, match=f"newest message has {name}, expected text: ") as e:
+    assert texts(fit_attachments(old, False)) == [f"Look.\n{line}\nAnd?", "A.", "Go on."]
+    assert texts(fit_attachments([CALL, result(part)], False)) == ["", line]
+    with pytest.raises(
+        RequestRefused, match=f"newest message has {name}, expected text: "
+    ) as refused:
         fit_attachments([user(text("Look."), part)], False)
-    assert e.value.status == 400
+    assert refused.value.status == 400
 
 
 @pytest.mark.parametrize(
@@ -85,7 +87,7 @@ def test_one_line_stands_for_what_a_model_does_not_read(name: str, part: Message
         [user(PNG, text("Look."), text("<system-reminder>\nBe\nbrief.</system-reminder>\n"))],
     ],
 )
-def test_an_image_in_a_question_is_refused_by_a_model_of_text(messages: list[Message]) -> None:
+def test_text_model_refuses_an_image_in_the_newest_question(messages: list[Message]) -> None:
     with pytest.raises(RequestRefused, match="image/png"):
         fit_attachments(messages, False)
     assert fit_attachments(messages, True) == messages
@@ -102,16 +104,16 @@ def test_an_image_in_a_question_is_refused_by_a_model_of_text(messages: list[Mes
         [GO_ON, CALL, result(text("Read.")), user(PNG), user(text("And?"), PNG)],
         [GO_ON, CALL, result(text("Read.")), {"role": "system", "content": "S."}, user(PNG)],
         [user(PNG), {"role": "assistant", "content": "The picture shows"}],
-        # As Claude Code joins user messages after a refusal.
+        # Claude Code joins user messages like this after a refusal.
         [user(PNG, text("Look."), text("Sure?"))],
         [user(text("Look."), PNG, text("source: ship.png"), text("Sure?"), text("And now?"))],
     ],
 )
-def test_an_image_that_comes_again_with_each_turn_is_not_refused(messages: list[Message]) -> None:
+def test_text_model_replaces_images_of_history_and_tool_results(messages: list[Message]) -> None:
     sent = copy.deepcopy(messages)
     fitted = fit_attachments(messages, False)
     assert messages == sent
-    assert LINE in "".join(said(fitted)) and "IMAGE" not in "".join(said(fitted))
+    assert LINE in "".join(texts(fitted)) and "IMAGE" not in "".join(texts(fitted))
     assert fit_attachments(fitted, False) == fitted
     later = fit_attachments([*messages, {"role": "assistant", "content": "A."}, GO_ON], False)
     assert later[: len(fitted)] == fitted
@@ -128,20 +130,20 @@ def test_an_image_that_comes_again_with_each_turn_is_not_refused(messages: list[
         ([{"role": "tool", "content": "R"}, user(PNG)], ["R", "IMAGE"]),
     ],
 )
-def test_images_of_results_stand_where_templates_look_for_them(
+def test_images_of_tool_results_move_to_a_user_message(
     messages: list[Message], expected: list[str]
 ) -> None:
     fitted = fit_attachments(messages, True)
-    assert said(fitted) == expected
+    assert texts(fitted) == expected
     assert fit_attachments(fitted, True) == fitted
-    roles = [message["role"] for message in fitted if "IMAGE" in said([message])[0]]
+    roles = [message["role"] for message in fitted if "IMAGE" in texts([message])[0]]
     assert set(roles) <= {"user"}
 
 
-def test_a_model_of_images_reads_no_other_files() -> None:
+def test_image_model_replaces_or_refuses_other_files() -> None:
     pdf = {"type": "file", "file": {"file_data": "data:application/pdf;base64,QQ=="}}
     line = "[application/pdf, not shown: this model reads text and images only]"
-    assert said(fit_attachments([CALL, result(pdf, PNG)], True)) == ["", f"{line}\n", "IMAGE"]
+    assert texts(fit_attachments([CALL, result(pdf, PNG)], True)) == ["", f"{line}\n", "IMAGE"]
     with pytest.raises(RequestRefused, match="application/pdf, expected text or images: "):
         fit_attachments([user(PNG, pdf)], True)
 
@@ -160,10 +162,12 @@ class Template:
 
 
 @pytest.mark.parametrize(
-    ("kind", "reads"),
+    ("kind", "reads_images"),
     [("image_url", True), ("image", True), ("text", False), ("error", False)],
 )
-def test_the_template_must_write_what_the_processor_looks_for(kind: str, reads: bool) -> None:
+def test_model_reads_images_only_if_its_template_writes_image_tokens(
+    kind: str, reads_images: bool
+) -> None:
     processor = SimpleNamespace(image_token="<|patch|>")
-    assert renders_images(Template(kind), processor) is reads
+    assert renders_images(Template(kind), processor) is reads_images
     assert not renders_images(Template(kind), None)

@@ -1,4 +1,4 @@
-"""docs/plugins.md says what the code says: hooks, names, patches, pairs of versions."""
+"""docs/plugins.md agrees with the code: hooks, names, patches, pairs of versions."""
 
 from __future__ import annotations
 
@@ -21,42 +21,43 @@ FILES = [file.read_text(encoding="utf-8") for file in (REPOSITORY / "examples").
 PAGE = (REPOSITORY / "docs" / "plugins.md").read_text(encoding="utf-8")
 
 
-def functions(source: str) -> dict[str, str]:
-    """Return the hooks in a source, as the parser sees them, with decorators and docstring."""
+def hook_sources(source: str) -> dict[str, str]:
+    """Return the normalised source of each hook, with its decorators and docstring."""
     tree = ast.parse(source)
-    found = (node for node in tree.body if isinstance(node, ast.FunctionDef))
-    hooks = (node for node in found if "hookspec" in "".join(map(ast.unparse, node.decorator_list)))
+    definitions = (node for node in tree.body if isinstance(node, ast.FunctionDef))
+    hooks = (
+        node for node in definitions if "hookspec" in "".join(map(ast.unparse, node.decorator_list))
+    )
     return {node.name: ast.unparse(node) for node in hooks}
 
 
-def test_every_hook_stands_there_as_it_is() -> None:
-    in_code = functions(Path(hooks.__file__).read_text(encoding="utf-8"))
+def test_page_has_every_hook_as_in_the_code() -> None:
+    in_code = hook_sources(Path(hooks.__file__).read_text(encoding="utf-8"))
     in_page: dict[str, str] = {}
     for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
-        in_page |= functions(block)
+        in_page |= hook_sources(block)
     assert in_page == in_code
 
 
-def test_every_patch_stands_there_as_it_is() -> None:
+def test_page_has_every_patch_as_in_the_code() -> None:
     rows = re.findall(r"^\| (\w+) \| `(mlx[^`]*:[^`]*)` \| (.*) \|$", PAGE, re.MULTILINE)
     assert rows == [(patch.name, patch.target, patch.why) for patch in PATCHES]
 
 
-def test_every_pair_stands_there() -> None:
-    assert re.findall(r"^- (mlx-lm .*)$", PAGE, re.MULTILINE) == [str(p) for p in versions.PAIRS]
+def test_page_lists_every_supported_pair_of_versions() -> None:
+    assert re.findall(r"^- (mlx-lm .*)$", PAGE, re.MULTILINE) == [
+        str(pair) for pair in versions.PAIRS
+    ]
 
 
 def examples() -> list[str]:
-    """Return the page's blocks of Python except the hooks themselves."""
+    """Return the page's blocks of Python except the specifications of hooks."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    return [block for block in blocks if not functions(block)]
+    return [block for block in blocks if not hook_sources(block)]
 
 
-def test_one_module_has_all_that_the_page_shows() -> None:
-    """Each of its names is on the page, and each example imports from it alone.
-
-    So do the examples in files.
-    """
+def test_page_and_examples_use_the_plugins_module_only() -> None:
+    """The page has every public name. All examples, also in files, import only this module."""
     for name in plugins.__all__:
         assert re.search(rf"\b{name}\b", PAGE), f"{name} is not on the page"
         assert getattr(plugins, name) is not None
@@ -73,7 +74,7 @@ def test_one_module_has_all_that_the_page_shows() -> None:
         plugins.no_such_name  # noqa: B018
 
 
-def test_the_types_of_the_hooks_are_in_that_module() -> None:
+def test_plugins_module_exports_the_types_of_the_hooks() -> None:
     typed = vars(hooks)
     annotations = "".join(
         str(annotation)
@@ -81,18 +82,18 @@ def test_the_types_of_the_hooks_are_in_that_module() -> None:
         for annotation in inspect.get_annotations(typed[name]).values()
     )
     own = {name for name in re.findall(r"\w+", annotations) if name in typed}
-    of_others = {"ArgumentParser", "Any", "Callable", "Mapping", "Message", "Namespace", "Sequence"}
-    assert own - of_others and own - of_others <= set(plugins.__all__)
+    foreign = {"ArgumentParser", "Any", "Callable", "Mapping", "Message", "Namespace", "Sequence"}
+    assert own - foreign and own - foreign <= set(plugins.__all__)
 
 
-@pytest.mark.parametrize("example", [e for e in examples() if "@hookimpl" in e])
-def test_the_plugins_on_the_page_conform(example: str) -> None:
+@pytest.mark.parametrize("example", [source for source in examples() if "@hookimpl" in source])
+def test_example_plugins_on_the_page_pass_check_plugin(example: str) -> None:
     defined: dict[str, Any] = {}
     exec(example, defined)
-    made = [
+    plugin_classes = [
         value
         for value in defined.values()
-        if isinstance(value, type) and any(hasattr(each, IMPL) for each in vars(value).values())
+        if isinstance(value, type) and any(hasattr(member, IMPL) for member in vars(value).values())
     ]
-    assert len(made) == 1
-    plugins.check_plugin(made[0]())
+    assert len(plugin_classes) == 1
+    plugins.check_plugin(plugin_classes[0]())

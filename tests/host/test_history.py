@@ -1,4 +1,4 @@
-"""A conversation that a template refuses is adapted, and reaches the model in its order."""
+"""A conversation that a template refuses is adapted, and its messages keep their order."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FIRST_ONLY = (
     "{{ raise_exception('System message must be at the beginning.') }}{%- endif %}"
     "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 )
-"""As in Qwen3.5's."""
+"""Like Qwen3.5's."""
 ALTERNATING = (
     "{%- if messages[0].role == 'system' %}{%- set rest = messages[1:] %}"
     "[SYS]{{ messages[0].content }}[/SYS]{%- else %}{%- set rest = messages %}{%- endif %}"
@@ -53,9 +53,9 @@ ALTERNATING = (
     "{%- elif m.role not in ('assistant', 'tool') %}{{ raise_exception('only known roles') }}"
     "{%- endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 )
-"""As in Mistral's: a user message may not follow a tool's result."""
+"""Like Mistral's: a user message may not follow a tool's result."""
 NO_SYSTEM = FIRST_ONLY.replace(" and not loop.first", "")
-"""As in Gemma 2's."""
+"""Like Gemma 2's."""
 SILENT = (
     "{%- for m in messages %}{%- if m.role in ('user', 'assistant', 'tool') or loop.first %}"
     "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{%- endif %}{% endfor %}"
@@ -65,7 +65,7 @@ HOISTING = (
     "{%- for m in messages %}{%- if m.role != 'system' %}[{{ m.role }}]{{ m.content }}"
     "{%- endif %}{% endfor %}"
 )
-"""As in DeepSeek's: each new system message changes the whole prompt."""
+"""Like DeepSeek's: each new system message changes the whole prompt."""
 ROLES = {
     "generic": GENERIC,
     "first-only": FIRST_ONLY,
@@ -78,7 +78,7 @@ TOOL = {
     "type": "function",
     "function": {"name": "look", "parameters": {"type": "object", "properties": {}}},
 }
-TALK: list[Message] = [
+CONVERSATION: list[Message] = [
     {"role": "developer", "content": "<0>"},
     {"role": "developer", "content": "<1>"},
     user("<2>"),
@@ -91,17 +91,17 @@ TALK: list[Message] = [
     user("<9>"),
 ]
 DROPPED = {
-    "llama3": {"<t1>"},  # beside a call
+    "llama3": {"<t1>"},  # text next to a call
     "mistral": {"<t1>"},
-    "gemma": {"<c1>", "<c2>", "<s1>"},  # calls without results, a system message alone
-    "harmony": {"<c2>"},  # all calls of a message but the first
+    "gemma": {"<c1>", "<c2>", "<s1>"},  # calls without results, a lone system message
+    "harmony": {"<c2>"},  # all calls of a message except the first
 }
-"""Texts that a template leaves out by its own rules, also in stock."""
+"""Texts that a template omits, also in stock."""
 RENDERED_AT_FIRST = (
     ("gemma", "a system between a call and its result"),
     ("gemma", "a user between a call and its result"),
 )
-"""Conversations whose beginning the template renders as it came, with any role as the fourth."""
+"""Conversations that are adapted later, although the template accepts their beginning."""
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def renderers(models_dir: Path) -> dict[str, Renderer]:
     return {name: Renderer(tokenizer) for name, tokenizer in made.items()}
 
 
-def said(history: list[Message], *tools: Any) -> dict[str, Any]:
+def chat_body(history: list[Message], *tools: Any) -> dict[str, Any]:
     return {"messages": history, **({"tools": list(tools)} if tools else {})}
 
 
@@ -121,8 +121,8 @@ def marks(value: Any) -> list[str]:
     return re.findall(r"<[a-z][0-9]>", json.dumps(value))
 
 
-def hidden_system(messages: list[Message]) -> bool:
-    """Tell whether a system message is anywhere but first."""
+def has_late_system(messages: list[Message]) -> bool:
+    """Return whether any message after the first is a system message."""
     return any(message["role"] == "system" for message in messages[1:])
 
 
@@ -130,29 +130,29 @@ def hidden_system(messages: list[Message]) -> bool:
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, *OTHERS])
-@pytest.mark.parametrize("tools", [(), (TOOL,)], ids=["", "tools"])
-def test_a_chat_is_rendered_as_stock_does_or_adapted(
+@pytest.mark.parametrize("tools", [(), (TOOL,)], ids=["no tools", "tools"])
+def test_chat_is_rendered_as_in_stock_or_adapted(
     renderers: dict[str, Renderer], shape: str, tools: tuple[Any, ...]
 ) -> None:
     renderer = renderers[shape]
     for name, history in HISTORIES.items():
-        body = said(history, *tools)
+        body = chat_body(history, *tools)
         stock = renderer.stock(body)
         ours = renderer.prompt(body).ids
-        if stock is not None and not (shape == "harmony" and hidden_system(body["messages"])):
+        if stock is not None and not (shape == "harmony" and has_late_system(body["messages"])):
             assert list(ours) == stock, name
             continue
         text = renderer.tokenizer.decode(list(ours))
         missing = {mark for mark in marks(history) if mark not in text}
         if shape == "harmony":
             missing -= DROPPED[shape]
-        # No template must render thoughts, or words beside a call.
+        # Templates need not render thoughts, or text next to a call.
         assert missing <= {"<h1>", "<t1>"}, (name, text)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("api", "form"), [("messages", as_messages), ("responses", as_responses)])
-def test_the_other_apis_serve_the_same_conversations(
+def test_messages_and_responses_apis_keep_the_texts_of_conversations(
     renderers: dict[str, Renderer], shape: str, api: str, form: Any
 ) -> None:
     for name, history in HISTORIES.items():
@@ -160,21 +160,23 @@ def test_the_other_apis_serve_the_same_conversations(
         text = renderers[shape].text(body, api)
         missing = {mark for mark in marks(body) if mark not in text}
         if name in ("a call and an answer", "an answer and a call"):
-            missing -= {"<a1>"}  # a turn becomes one message: words beside a call
+            missing -= {"<a1>"}  # a turn becomes one message, with text next to a call
         # Older thoughts may be left out.
         assert missing <= {*DROPPED.get(shape, ()), "<h1>"}, (name, text)
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, *OTHERS])
-def test_an_adapted_prompt_only_grows(renderers: dict[str, Renderer], shape: str) -> None:
-    """Each answered request is the beginning of the next one, up to the answer."""
+def test_each_answered_prompt_is_a_prefix_of_the_next(
+    renderers: dict[str, Renderer], shape: str
+) -> None:
+    """Each answered prompt, up to the answer, is the beginning of the next prompt."""
     renderer = renderers[shape]
     for name, talk in HISTORIES.items():
         if (shape, name) in RENDERED_AT_FIRST:
             continue
         ends = [n for n in range(1, len(talk)) if talk[n]["role"] == "assistant"]
         ends = [n for n in ends if talk[n - 1]["role"] in ("user", "tool")]
-        texts = [renderer.text(said(talk[:n])) for n in [*ends, len(talk)]]
+        texts = [renderer.text(chat_body(talk[:n])) for n in [*ends, len(talk)]]
         for before, after in pairwise(texts):
             begun = re.sub(r"<\|(im_start|start)\|>(assistant|model)\n*$", "", before)
             assert after.startswith(begun), (name, begun, after)
@@ -188,7 +190,7 @@ PARTS = st.lists(TEXT, max_size=3).map(
 
 
 @st.composite
-def talks(draw: st.DrawFn) -> list[Message]:
+def conversations(draw: st.DrawFn) -> list[Message]:
     """Return messages of all kinds, in any order."""
     made: list[Message] = []
     for _ in range(draw(st.integers(1, 7))):
@@ -205,14 +207,14 @@ def talks(draw: st.DrawFn) -> list[Message]:
 
 
 @settings(max_examples=300, deadline=None)
-@given(messages=talks(), shape=st.sampled_from([*SHAPES, *OTHERS]), has_tools=st.booleans())
-def test_what_stock_renders_is_left_byte_for_byte(
+@given(messages=conversations(), shape=st.sampled_from([*SHAPES, *OTHERS]), has_tools=st.booleans())
+def test_prompt_equals_stocks_if_stock_can_render_it(
     renderers: dict[str, Renderer], messages: list[Message], shape: str, has_tools: bool
 ) -> None:
-    body = said(messages, *[TOOL] * has_tools)
+    body = chat_body(messages, *[TOOL] * has_tools)
     stock = renderers[shape].stock(body)
     # Harmony's template moves a late system message; Gemma's counts it as the assistant's.
-    if stock is not None and not (shape in ("harmony", "gemma") and hidden_system(messages)):
+    if stock is not None and not (shape in ("harmony", "gemma") and has_late_system(messages)):
         assert list(renderers[shape].prompt(body).ids) == stock
         return
     try:
@@ -225,41 +227,45 @@ def test_what_stock_renders_is_left_byte_for_byte(
 
 
 @pytest.mark.parametrize("name", ROLES)
-def test_every_message_reaches_the_model_in_its_place(
-    renderers: dict[str, Renderer], name: str
-) -> None:
-    """And the prompt only grows: no turn changes the text of earlier turns."""
-    text = renderers[name].text(said(TALK))
-    places = [text.find(f"<{n}>") for n in range(len(TALK))]
+def test_messages_of_every_role_keep_their_order(renderers: dict[str, Renderer], name: str) -> None:
+    """A new turn does not change the text of earlier turns."""
+    text = renderers[name].text(chat_body(CONVERSATION))
+    places = [text.find(f"<{n}>") for n in range(len(CONVERSATION))]
     assert -1 not in places and places == sorted(places), text
     for n_sent in (4, 7):  # messages before a reply
-        before = renderers[name].text(said(TALK[:n_sent]))
+        before = renderers[name].text(chat_body(CONVERSATION[:n_sent]))
         assert text.startswith(before.removesuffix("<|im_start|>assistant\n"))
 
 
-def test_a_reminder_reads_as_one(renderers: dict[str, Renderer]) -> None:
-    text = renderers["first-only"].text(said([user("Hi."), system("Be kind.")]))
+def test_late_system_message_becomes_a_reminder_in_the_user_message(
+    renderers: dict[str, Renderer],
+) -> None:
+    text = renderers["first-only"].text(chat_body([user("Hi."), system("Be kind.")]))
     assert "user\nHi.\n\n<system-reminder>\nBe kind.\n</system-reminder><|im_end|>" in text
 
 
-def test_a_template_that_knows_developers_gets_them(models_dir: Path) -> None:
+def test_developer_role_is_kept_if_the_template_knows_it(models_dir: Path) -> None:
     source = GENERIC.replace("{%- for", "{#- developer or system #}{%- for", 1)
     tokenizer = load(make_tiny_model(models_dir / "developer"), {"chat_template": source})
-    assert Renderer(tokenizer).text(said(TALK[:3])).startswith("<|im_start|>developer\n<0>")
+    assert (
+        Renderer(tokenizer)
+        .text(chat_body(CONVERSATION[:3]))
+        .startswith("<|im_start|>developer\n<0>")
+    )
 
 
 # Calls.
 
 
-def test_ids_are_the_same_in_each_turn_and_one_for_each_call(
+def test_call_ids_are_unique_and_stable_across_turns(
     renderers: dict[str, Renderer],
 ) -> None:
     talk = HISTORIES["two calls"]
-    text = renderers["mistral"].text(said(talk))
+    text = renderers["mistral"].text(chat_body(talk))
     ids = re.findall(r'"(?:id|call_id)": "([A-Za-z0-9]{9})"', text)
     assert ids[:2] == ids[2:] and len(set(ids)) == 2
-    assert ids[0] in renderers["mistral"].text(said(talk[:3]))
-    kept = renderers["mistral"].text(said(HISTORIES["an id of nine"]))
+    assert ids[0] in renderers["mistral"].text(chat_body(talk[:3]))
+    kept = renderers["mistral"].text(chat_body(HISTORIES["an id of nine"]))
     assert kept.count("abcDEF123") == 2
 
 
@@ -277,28 +283,28 @@ def test_ids_are_the_same_in_each_turn_and_one_for_each_call(
         ("gemma", '{"where": "<c1>"}', '{"name": "look", "arguments": {"where": "<c1>"}}'),
     ],
 )
-def test_arguments_are_rendered_in_the_form_that_the_template_takes(
+def test_arguments_are_rendered_in_the_templates_form(
     renderers: dict[str, Renderer], shape: str, arguments: Any, shown: str
 ) -> None:
-    text = renderers[shape].text(said(with_call(call(arguments))))
+    text = renderers[shape].text(chat_body(with_call(call(arguments))))
     assert shown in text.replace("\n\n", "\n").replace("look><", "look>\n<"), text
 
 
-def test_parallel_calls_stand_before_their_results_if_one_is_allowed(
+def test_parallel_calls_are_separated_if_the_template_allows_one(
     renderers: dict[str, Renderer],
 ) -> None:
     for name in ("two calls", "two calls, results reversed"):
-        text = renderers["llama3"].text(said(HISTORIES[name]))
+        text = renderers["llama3"].text(chat_body(HISTORIES[name]))
         order = [text.index(mark) for mark in ("<c1>", "<r1>", "<c2>", "<r2>")]
         assert order == sorted(order) or order[2:] + order[:2] == sorted(order), text
-    half = renderers["llama3"].text(said([user(), calls(*TWO), result("<r2>", "x2")]))
+    half = renderers["llama3"].text(chat_body([user(), calls(*TWO), result("<r2>", "x2")]))
     assert half.index("<c2>") < half.index("<r2>") < half.index("<c1>")
 
 
-def test_an_interrupted_call_gets_a_result_where_the_template_wants_one(
+def test_call_without_result_gets_one_if_the_template_requires_it(
     renderers: dict[str, Renderer],
 ) -> None:
-    history = said(HISTORIES["a call without a result"])
+    history = chat_body(HISTORIES["a call without a result"])
     assert NO_RESULT in renderers["mistral"].text(history)
     assert NO_RESULT not in renderers["chatml"].text(history)
 
@@ -306,44 +312,44 @@ def test_an_interrupted_call_gets_a_result_where_the_template_wants_one(
 # The template in use.
 
 
-def test_each_named_template_is_examined_for_itself(models_dir: Path) -> None:
-    """With tools a tokenizer can have another template, which refuses other messages."""
+def test_named_templates_are_examined_separately(models_dir: Path) -> None:
+    """A tokenizer can have another template for requests with tools."""
     tokenizer = load(make_tiny_model(models_dir / "named"))
     tokenizer.chat_template = {"default": SHAPES["chatml"], "tool_use": SHAPES["mistral"]}
     renderer = Renderer(tokenizer)
     history = with_call(call())
-    assert CLAUDE not in renderer.text(said(history, TOOL))
-    assert list(renderer.prompt(said(history)).ids) == renderer.stock(said(history))
+    assert CLAUDE not in renderer.text(chat_body(history, TOOL))
+    assert list(renderer.prompt(chat_body(history)).ids) == renderer.stock(chat_body(history))
     own = {"chat_template": SHAPES["gemma"]}
-    text = renderer.text({**said(history), "chat_template_kwargs": own})
+    text = renderer.text({**chat_body(history), "chat_template_kwargs": own})
     assert text.startswith("<|im_start|>user\n<u1><|im_end|><|im_start|>model\n<tool_call>")
 
 
-def test_a_template_is_asked_once(models_dir: Path) -> None:
+def test_template_is_examined_only_once(models_dir: Path) -> None:
     tokenizer = load(make_tiny_model(models_dir / "asked"), {"chat_template": SHAPES["mistral"]})
     renderer = Renderer(tokenizer)
-    history = said(HISTORIES["a user behind a result"])
+    history = chat_body(HISTORIES["a user behind a result"])
     renderer.prompt(history)
-    n_asked = [0]
+    n_renders = [0]
     render = tokenizer._tokenizer.apply_chat_template
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        n_asked[0] += 1
+        n_renders[0] += 1
         return render(*args, **kwargs)
 
     tokenizer._tokenizer.apply_chat_template = counted
     renderer.prompt(history)
-    assert n_asked[0] == 2  # as it came, which the template refuses, and adapted
+    assert n_renders[0] == 2  # the original conversation, which is refused, and the adapted one
 
 
-def test_only_the_named_template_in_use_is_asked_whether_it_knows_developers(
+def test_developer_role_depends_on_the_named_template_in_use(
     models_dir: Path,
 ) -> None:
     tokenizer = load(make_tiny_model(models_dir / "named developers"))
     tokenizer.chat_template = {"default": GENERIC, "tool_use": "{#- developer #}" + GENERIC}
     renderer = Renderer(tokenizer)
-    assert renderer.text(said(TALK[:3])).startswith("<|im_start|>system\n<0>")
-    assert renderer.text(said(TALK[:3], TOOL)).startswith("<|im_start|>developer\n<0>")
+    assert renderer.text(chat_body(CONVERSATION[:3])).startswith("<|im_start|>system\n<0>")
+    assert renderer.text(chat_body(CONVERSATION[:3], TOOL)).startswith("<|im_start|>developer\n<0>")
 
 
 # Refused conversations.
@@ -354,12 +360,12 @@ CHANNEL = "<|channel|>analysis"
 @pytest.mark.parametrize(
     ("api", "form", "place"),
     [
-        ("chat", said, "messages[3]"),
+        ("chat", chat_body, "messages[3]"),
         ("messages", as_messages, "messages[3]"),
         ("responses", as_responses, "input[3]"),
     ],
 )
-def test_a_message_that_cannot_be_rendered_is_named(
+def test_refusal_names_the_message_that_cannot_be_rendered(
     renderers: dict[str, Renderer], api: str, form: Any, place: str
 ) -> None:
     history = [user(), user("<u2>"), user("<u3>"), answer(CHANNEL), user("<u4>")]
@@ -369,17 +375,17 @@ def test_a_message_that_cannot_be_rendered_is_named(
 
 
 @pytest.mark.parametrize("role", [{}, {"role": None}])
-def test_a_message_without_a_role_is_named(
+def test_refusal_names_the_message_without_a_role(
     renderers: dict[str, Renderer], role: dict[str, Any]
 ) -> None:
     with pytest.raises(RequestRefused, match=re.escape("messages[1].role is null")):
-        renderers["chatml"].prompt(said([user(), {"content": "<a1>", **role}]))
+        renderers["chatml"].prompt(chat_body([user(), {"content": "<a1>", **role}]))
 
 
-def test_no_message_is_blamed_for_what_the_request_asks(renderers: dict[str, Renderer]) -> None:
+def test_refusal_of_template_arguments_names_no_message(renderers: dict[str, Renderer]) -> None:
     for asked in ({"chat_template": "{{ raise_exception('never') }}"}, {"tokenize": True}):
         with pytest.raises(RequestRefused) as refused:
-            renderers["chatml"].prompt({**said([user()]), "chat_template_kwargs": asked})
+            renderers["chatml"].prompt({**chat_body([user()]), "chat_template_kwargs": asked})
         assert "messages[" not in str(refused.value)
 
 
@@ -388,27 +394,27 @@ def test_no_message_is_blamed_for_what_the_request_asks(renderers: dict[str, Ren
 
 @pytest.mark.parametrize("shape", [*SHAPES, *OTHERS])
 @pytest.mark.parametrize("api", ["chat", "messages"])
-def test_the_assistants_last_message_is_left_open(
+def test_final_assistant_message_is_left_open_if_it_is_continued(
     renderers: dict[str, Renderer], shape: str, api: str
 ) -> None:
     begun = [*HISTORIES["a user behind a result"], answer("The answer is")]
-    body = as_messages(begun) if api == "messages" else said(begun)
+    body = as_messages(begun) if api == "messages" else chat_body(begun)
     asked = {"continue_final_message": True} if api == "chat" else {}
     text = renderers[shape].text({**body, **asked}, api)
     assert text.endswith("The answer is")
     assert "<u3>" in text
 
 
-def test_an_empty_beginning_is_a_new_message(renderers: dict[str, Renderer]) -> None:
-    asked = renderers["llama3"].prompt(said([user()])).ids
+def test_empty_final_assistant_message_starts_a_new_reply(renderers: dict[str, Renderer]) -> None:
+    asked = renderers["llama3"].prompt(chat_body([user()])).ids
     begun = [user(), answer("")]
     assert renderers["llama3"].prompt(as_messages(begun), "messages").ids == asked
-    body = {**said(begun), "continue_final_message": True}
+    body = {**chat_body(begun), "continue_final_message": True}
     assert renderers["llama3"].prompt(body).ids == asked
 
 
 @pytest.mark.parametrize(
-    ("history", "says"),
+    ("history", "expected_message"),
     [
         ([user(), answer("It is ")], "messages[1].content: final assistant content cannot end"),
         (
@@ -421,8 +427,8 @@ def test_an_empty_beginning_is_a_new_message(renderers: dict[str, Renderer]) -> 
         ),
     ],
 )
-def test_what_cannot_be_continued_is_refused_by_name(
-    renderers: dict[str, Renderer], history: list[Message], says: str
+def test_refusal_says_why_the_final_message_cannot_be_continued(
+    renderers: dict[str, Renderer], history: list[Message], expected_message: str
 ) -> None:
-    with pytest.raises(RequestRefused, match=re.escape(says)):
-        renderers["chatml"].prompt({**said(history), "continue_final_message": True})
+    with pytest.raises(RequestRefused, match=re.escape(expected_message)):
+        renderers["chatml"].prompt({**chat_body(history), "continue_final_message": True})

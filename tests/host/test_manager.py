@@ -1,4 +1,4 @@
-"""Plugins by name, and hooks that fail."""
+"""Loading plugins by name, calling hooks, and handling their failures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from . import plugins
 
 @pytest.fixture
 def entry_points(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The plugins that are installed, as name and value."""
+    """The installed plugins: names and the values of their entry points."""
     installed = {
         "echo": "tests.host.plugins:Echo",
         "module": "tests.host.plugins",
@@ -27,15 +27,17 @@ def entry_points(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         "wrong": "tests.host.plugins:WrongArguments",
     }
 
-    def found(group: str, name: str | None = None) -> list[EntryPoint]:
+    def select(group: str, name: str | None = None) -> list[EntryPoint]:
         assert group == "mlx_lm.server.plugins"
-        return [EntryPoint(n, v, group) for n, v in installed.items() if name in (None, n)]
+        return [
+            EntryPoint(key, value, group) for key, value in installed.items() if name in (None, key)
+        ]
 
-    monkeypatch.setattr("importlib.metadata.entry_points", found)
+    monkeypatch.setattr("importlib.metadata.entry_points", select)
     return installed
 
 
-def test_a_class_is_instantiated_and_a_module_is_taken_as_it_is(
+def test_plugin_class_is_instantiated_and_plugin_module_is_not(
     entry_points: dict[str, str],
 ) -> None:
     loaded = manager.load_plugins(["echo", "module"])
@@ -43,7 +45,7 @@ def test_a_class_is_instantiated_and_a_module_is_taken_as_it_is(
     assert loaded.get_plugin("module") is plugins
 
 
-def test_an_unknown_name_is_told_with_the_known_ones(entry_points: dict[str, str]) -> None:
+def test_error_for_an_unknown_plugin_lists_installed_plugins(entry_points: dict[str, str]) -> None:
     with pytest.raises(PluginNotFound, match=r"'kv' .* installed: echo, misspelt, module, wrong"):
         manager.load_plugins(["echo", "kv"])
     entry_points.clear()
@@ -52,13 +54,15 @@ def test_an_unknown_name_is_told_with_the_known_ones(entry_points: dict[str, str
 
 
 @pytest.mark.parametrize("name", ["misspelt", "wrong"])
-def test_a_hook_that_the_server_lacks_fails(entry_points: dict[str, str], name: str) -> None:
+def test_plugin_with_an_unknown_hook_or_argument_is_refused(
+    entry_points: dict[str, str], name: str
+) -> None:
     with pytest.raises(PluginFault, match=f"^the plugin {name}: "):
         manager.load_plugins([name])
 
 
-def test_every_hook_is_asked() -> None:
-    """A hook in the specification that nothing calls would be an empty promise."""
+def test_code_calls_every_specified_hook() -> None:
+    """A plugin's implementation of any other hook would never run."""
     host = Path(hooks.__file__).parent
     paths = [host.parent / "plugin.py", *(p for p in host.rglob("*.py") if p.name != "probes.py")]
     sources = "".join(path.read_text() for path in paths)
@@ -71,11 +75,11 @@ def is_hook(value: Any) -> bool:
 
 
 HEADERS = [("X-A", "a")]
-OTHERS = [("X-B", "b")]
+OTHER_HEADERS = [("X-B", "b")]
 
 
 def answering(*answers: Any) -> list[Any]:
-    """Return plugins that give these answers to `response_headers`, or raise them if exceptions."""
+    """Return plugins that answer `response_headers` with these values, or raise the exceptions."""
 
     def plugin(answer: Any) -> Any:
         def response_headers() -> Any:
@@ -88,9 +92,12 @@ def answering(*answers: Any) -> list[Any]:
     return [plugin(answer) for answer in answers]
 
 
-def test_none_is_no_answer() -> None:
-    with plugged(*answering(None, HEADERS, OTHERS)):
-        assert manager.ask("response_headers", request=None, is_early=False) == [HEADERS, OTHERS]
+def test_ask_omits_answers_of_none() -> None:
+    with plugged(*answering(None, HEADERS, OTHER_HEADERS)):
+        assert manager.ask("response_headers", request=None, is_early=False) == [
+            HEADERS,
+            OTHER_HEADERS,
+        ]
         assert manager.is_implemented("response_headers")
     assert not manager.is_implemented("response_headers")
 
@@ -99,11 +106,16 @@ def test_plugins_are_asked_in_the_order_of_the_command_line(entry_points: dict[s
     loaded = manager.load_plugins(["echo", "module"])
     names = [name for name, _ in loaded.list_name_plugin()]
     assert names.index("module") < names.index("echo")
-    with plugged(*answering(HEADERS, OTHERS)):
-        assert manager.ask("response_headers", request=None, is_early=False) == [HEADERS, OTHERS]
+    with plugged(*answering(HEADERS, OTHER_HEADERS)):
+        assert manager.ask("response_headers", request=None, is_early=False) == [
+            HEADERS,
+            OTHER_HEADERS,
+        ]
 
 
-def test_one_plugins_exception_silences_no_other(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_plugin_is_logged_once_and_other_plugins_still_answer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with plugged(*answering(ValueError("bug"), HEADERS)):
         for _ in range(3):
             assert manager.ask("response_headers", request=None, is_early=False) == [HEADERS]
@@ -112,10 +124,10 @@ def test_one_plugins_exception_silences_no_other(caplog: pytest.LogCaptureFixtur
     assert failures[0].exc_info, "the first failure of a kind has its traceback"
 
 
-def test_what_failed_before_the_server_began_is_logged_again(
+def test_each_plugin_manager_logs_the_first_failure(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Checks at startup ask the same hooks; later failures would be at DEBUG only."""
+    """Startup checks call the same hooks; later failures would otherwise be at DEBUG only."""
     failing = answering(ValueError("bug"))
     for n_failures in (1, 2):
         with plugged(*failing):
@@ -124,17 +136,19 @@ def test_what_failed_before_the_server_began_is_logged_again(
         assert len(failures) == n_failures
 
 
-def test_a_wrong_answer_names_its_plugin_and_hook_and_is_ignored(
+def test_error_for_a_wrong_answer_names_plugin_and_hook(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     wrong = manager.PluginManager()
     wrong.register(answering(5)[0], name="five")
     with manager.using(wrong):
         assert manager.ask("response_headers", request=None, is_early=False) == []
-        said = "plugin five in hook response_headers answered 5, expected a list of pairs"
+        expected_message = (
+            "plugin five in hook response_headers answered 5, expected a list of pairs"
+        )
         wrong.register(SimpleNamespace(routes=hooks.hookimpl(lambda: 5)), name="six")
         with pytest.raises(PluginFault, match="plugin six in hook routes answered 5, expected a l"):
             manager.ask("routes")
-    assert said in caplog.text
+    assert expected_message in caplog.text
     with pytest.raises(PluginFault, match=f"^answered {'w' * 199}…, expected a list$"):
         hooks.expect(False, "w" * 201, "a list")

@@ -1,4 +1,4 @@
-"""`run` around stock's: the order of the hooks, and how the process ends."""
+"""`run` around stock's `run`: the order of the hooks, and the end of the process."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ PROVIDER_ARGS = SimpleNamespace(**vars(ARGS), plugin=["echo"], echo_file=None)
 
 
 @pytest.fixture
-def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The status with which the process would have ended immediately."""
+def exit_statuses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The statuses with which the process would have ended immediately."""
     statuses: list[int] = []
     monkeypatch.setattr(run, "end_process", statuses.append)
     return statuses
@@ -42,20 +42,20 @@ def serve(
         with plugged(echo):
             server.run("127.0.0.1", 0, model_provider=provider)
     finally:
-        asked = [call[0] for call in echo.calls]
-    return asked
+        hooks = [call[0] for call in echo.calls]
+    return hooks
 
 
-def test_stocks_own_end_is_an_ordinary_end(
-    patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch, ended: list[int]
+def test_normal_return_of_stock_calls_shutdown_without_exiting(
+    patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch, exit_statuses: list[int]
 ) -> None:
-    asked = serve(patched_server, monkeypatch, lambda *args: None)
-    assert asked == ["configure", "shutdown"]
-    assert ended == []
+    hooks = serve(patched_server, monkeypatch, lambda *args: None)
+    assert hooks == ["configure", "shutdown"]
+    assert exit_statuses == []
 
 
-def test_a_signal_while_listening_ends_with_0(
-    patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch, ended: list[int]
+def test_signal_while_listening_exits_with_status_0(
+    patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch, exit_statuses: list[int]
 ) -> None:
     def listen(*args: Any) -> None:
         with pytest.raises(KeyboardInterrupt):  # as stock does
@@ -63,11 +63,11 @@ def test_a_signal_while_listening_ends_with_0(
 
     monkeypatch.setattr("threading.Timer.start", lambda timer: None)
     assert serve(patched_server, monkeypatch, listen)[-1] == "shutdown"
-    assert ended == [0]
+    assert exit_statuses == [0]
 
 
-def test_a_signal_before_listening_ends_with_130(
-    patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch, ended: list[int]
+def test_interrupt_that_stock_does_not_catch_exits_with_status_130(
+    patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch, exit_statuses: list[int]
 ) -> None:
     def listen(*args: Any) -> None:
         signal.raise_signal(signal.SIGINT)
@@ -75,10 +75,10 @@ def test_a_signal_before_listening_ends_with_130(
     monkeypatch.setattr("threading.Timer.start", lambda timer: None)
     with pytest.raises(SystemExit) as end:
         serve(patched_server, monkeypatch, listen)
-    assert (ended, end.value.code) == ([130], 130)
+    assert (exit_statuses, end.value.code) == ([130], 130)
 
 
-def test_a_fatal_error_is_told_after_the_shutdown(
+def test_fatal_error_is_printed_and_exits_with_status_1(
     patched_server: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -91,23 +91,23 @@ def test_a_fatal_error_is_told_after_the_shutdown(
     assert capsys.readouterr().err.endswith(": its cache cannot be kept\n")
 
 
-def test_what_stock_raises_is_raised_after_the_shutdown(
+def test_exception_of_stock_is_raised_after_the_shutdown_hook(
     patched_server: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
+    hooks: list[str] = []
 
-    class Notes(Echo):
+    class Recording(Echo):
         def record(self, *call: Any) -> None:
-            asked.append(call[0])
+            hooks.append(call[0])
 
     def listen(*args: Any) -> None:
         raise OSError("Address already in use")
 
     monkeypatch.setattr(patched_server, "ResponseGenerator", lambda *args: None)
     monkeypatch.setattr(patched_server, "_run_http_server", listen)
-    with plugged(Notes()), pytest.raises(OSError, match="already in use"):
+    with plugged(Recording()), pytest.raises(OSError, match="already in use"):
         patched_server.run("127.0.0.1", 0, SimpleNamespace(cli_args=PROVIDER_ARGS))
-    assert asked == ["configure", "shutdown"]
+    assert hooks == ["configure", "shutdown"]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_what_stock_raises_is_raised_after_the_shutdown(
         ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
     ],
 )
-def test_a_server_may_open_more_files_than_a_mac_allows_at_first(
+def test_limit_of_open_files_is_raised_to_at_most_4096(
     monkeypatch: pytest.MonkeyPatch, before: tuple[int, int], after: tuple[int, int] | None
 ) -> None:
     limits: list[tuple[int, int]] = []
@@ -129,13 +129,15 @@ def test_a_server_may_open_more_files_than_a_mac_allows_at_first(
     assert limits == ([] if after is None else [after])
 
 
-def test_an_unknown_option_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_for_an_unknown_option_suggests_a_similar_option(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     parser = run.PluginArgumentParser(prog="server")
     parser.add_argument("--kvpersist-disk")
-    for typed, said in (
+    for typed, expected in (
         ("--kvpersist-dsk", "; did you mean --kvpersist-disk?\n"),
         ("--x", "--x\n"),
     ):
         with plugged(Echo()), pytest.raises(SystemExit) as end:
             parser.parse_args([typed])
-        assert end.value.code == 2 and capsys.readouterr().err.endswith(said)
+        assert end.value.code == 2 and capsys.readouterr().err.endswith(expected)

@@ -1,4 +1,4 @@
-"""The real server with the recording plugin: a request's journey, and how the server ends."""
+"""A real server with the test plugins: hooks, signals, and failures at startup."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def echo_server(
 
 
 def calls(server: ServerProcess) -> list[list[Any]]:
-    """Return the plugin's calls since the last time."""
+    """Return and clear the plugin's recorded calls."""
     status, _, body = server.request("GET", "/echo")
     assert status == 200
     server.request("DELETE", "/echo")
@@ -44,21 +44,21 @@ def calls(server: ServerProcess) -> list[list[Any]]:
 
 
 def wait_for_insert(server: ServerProcess, n_calls: int = 1) -> list[list[Any]]:
-    """Return the plugin's calls up to the end of a turn, which comes after its reply."""
+    """Return the plugin's calls up to the end of `n_calls` turns, which comes after the replies."""
     recorded: list[list[Any]] = []
 
-    def has_come() -> bool:
+    def has_inserts() -> bool:
         recorded.extend(calls(server))
-        ends = [c for c in recorded if c[0] == "insert" and c[-1] == "assistant"]
+        ends = [call for call in recorded if call[0] == "insert" and call[-1] == "assistant"]
         return len(ends) >= n_calls
 
-    wait_until(has_come, "an insert")
+    wait_until(has_inserts, "an insert")
     return recorded
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("seed", [None, 1], ids=["batched", "single"])
-def test_a_request_is_known_from_header_to_cache(
+def test_hooks_of_a_request_get_its_header_messages_and_tokens(
     echo_server: ServerProcess, stream: bool, seed: int | None
 ) -> None:
     calls(echo_server)
@@ -75,7 +75,7 @@ def test_a_request_is_known_from_header_to_cache(
     assert ["reply_sent", reply.text] in recorded
     assert ["reply_timed", 5, True] in recorded
     assert ["take_request", reply.prompt_tokens] in recorded
-    # The handle comes back with the ids, after they went through the whole batch.
+    # The batch returns the plugin's request object with the ids.
     inserted = [call for call in recorded if call[0] == "insert"]
     assert {call[1] for call in inserted} == {question}
     assert inserted[-1][2:] == [reply.prompt_tokens + 5, "assistant"]
@@ -93,25 +93,27 @@ def test_requests_in_one_batch_are_not_mixed_up(echo_server: ServerProcess) -> N
     with ThreadPoolExecutor(4) as pool:
         expected = dict(pool.map(ask, questions))
     recorded = wait_for_insert(echo_server, 4)
-    ended = {c[1]: c[2] for c in recorded if c[0] == "insert" and c[3] == "assistant"}
+    ended = {
+        call[1]: call[2] for call in recorded if call[0] == "insert" and call[3] == "assistant"
+    }
     assert ended == expected
 
 
-def test_stock_paths_stay_stocks(echo_server: ServerProcess) -> None:
+def test_stock_paths_are_answered_without_plugin_headers(echo_server: ServerProcess) -> None:
     for method, path, expected in (("GET", "/health", 200), ("GET", "/nothing", 404)):
         status, headers, _ = echo_server.request(method, path)
         assert status == expected
         assert "x-echo" not in headers
 
 
-def test_a_plugin_that_edits_what_it_is_given_changes_no_reply(
+def test_plugin_that_edits_its_arguments_changes_no_reply(
     environment: Environment, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Listed first or last: its failures are logged, and the other plugin still reuses all."""
+    """Its place in the list does not matter: its failures are logged, and the reuse is the same."""
     conversations: list[list[str]] = []
     own, editing = "kvpersist", "editing"
     for n, plugins in enumerate(((own,), (editing, own), (own, editing))):
-        options = [part for name in plugins for part in ("--plugin", name)]
+        options = [word for name in plugins for word in ("--plugin", name)]
         folder = str(tmp_path / f"store-{n}")
         with ServerProcess(
             tiny_model,
@@ -121,7 +123,7 @@ def test_a_plugin_that_edits_what_it_is_given_changes_no_reply(
         ) as server:
             messages, texts = list(HELLO), []
             for _ in range(3):
-                reply = server.chat(messages, "session", stream=n_turn_is_odd(messages))
+                reply = server.chat(messages, "session", stream=is_odd_turn(messages))
                 texts.append(f"{reply.text} {reply.headers['x-kvpersist']}".partition("ms=")[0])
                 assert "x-b" not in reply.headers
                 again = {"role": "user", "content": "And then?"}
@@ -132,7 +134,7 @@ def test_a_plugin_that_edits_what_it_is_given_changes_no_reply(
             assert "plugin editing failed in hook request_received" in server.log
 
 
-def n_turn_is_odd(messages: list[dict[str, str]]) -> bool:
+def is_odd_turn(messages: list[dict[str, str]]) -> bool:
     return len(messages) % 4 == 2
 
 
@@ -181,7 +183,7 @@ def test_a_signal_ends_a_server_that_is_generating(
 def test_a_default_model_that_cannot_be_prepared_stops_the_server(
     environment: Environment, tiny_model: Path, log_level: str
 ) -> None:
-    """It is loaded on the generation thread, while the server already listens."""
+    """The generation thread loads the model while the server already listens."""
     done = environment.run_forked(
         *("mlx_lm.server", "--plugin", "failing", "--model", tiny_model),
         *("--port", str(free_port()), "--log-level", log_level),
@@ -195,10 +197,10 @@ def test_a_default_model_that_cannot_be_prepared_stops_the_server(
     assert done.stderr.count("Traceback") == (1 if log_level == "DEBUG" else 0)
 
 
-def test_a_later_model_that_cannot_be_prepared_is_the_clients_error(
+def test_requested_model_that_cannot_be_prepared_fails_only_its_requests(
     environment: Environment, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """A model named by a request: the server continues, and never serves it without the plugin."""
+    """The server continues, and never serves such a model without the plugin."""
     client = ServerProcess(tiny_model, log_path=tmp_path / "server.log", port=free_port())
     with client.log_path.open("wb") as log:
         process = subprocess.Popen(
@@ -222,7 +224,7 @@ def test_a_later_model_that_cannot_be_prepared_is_the_clients_error(
 def test_a_port_in_use_ends_the_process_with_one_line(
     environment: Environment, tiny_model: Path
 ) -> None:
-    """Stock raises and runs for ever, because its generation thread does."""
+    """Stock raises, but its generation thread keeps the process running."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = environment.run_forked(
@@ -236,7 +238,7 @@ def test_a_port_in_use_ends_the_process_with_one_line(
 
 
 @pytest.mark.parametrize(
-    ("option", "says"),
+    ("option", "expected_message"),
     [
         (("--host", "203.0.113.1"), "cannot listen at 203.0.113.1 port 8080: Cannot assign"),
         (("--host", "no.such.host.invalid"), "cannot listen at no.such.host.invalid port 8080: "),
@@ -248,12 +250,14 @@ def test_a_port_in_use_ends_the_process_with_one_line(
     ],
 )
 def test_a_bad_command_line_ends_the_process_with_one_line(
-    environment: Environment, option: tuple[str, ...], says: str
+    environment: Environment, option: tuple[str, ...], expected_message: str
 ) -> None:
     more = () if option[0] != "--model" else ("--port", str(free_port()))
     done = environment.run_forked("mlx_lm.server", "--plugin", "echo", *option, *more)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith(f"mlx_lm.server --plugin echo: {says}")
+    assert done.stderr.splitlines()[-1].startswith(
+        f"mlx_lm.server --plugin echo: {expected_message}"
+    )
     assert "Traceback" not in done.stderr
 
 
@@ -269,7 +273,7 @@ def test_a_folder_that_cannot_be_made_ends_the_process_with_one_line(
     assert str(folder) in done.stderr and "Traceback" not in done.stderr
 
 
-def test_health_says_ok_when_the_model_is_loaded(
+def test_health_answers_503_until_the_model_is_loaded(
     environment: Environment, tiny_model: Path, tmp_path: Path
 ) -> None:
     server = ServerProcess(

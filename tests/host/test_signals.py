@@ -1,4 +1,4 @@
-"""Ending in bounded time, whatever still runs."""
+"""After a signal the process ends in bounded time, even if threads or replies still run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ with ending_cleanly(grace_s=float(sys.argv[1])):
 """
 
 HANGING = 'print("shutdown", flush=True)\n        time.sleep(600)'
-"""What a process does in place of its last line."""
+"""Code that replaces the last line of `STUBBORN`."""
 
 
 def start(grace_s: float) -> subprocess.Popen[str]:
@@ -51,17 +51,17 @@ def start(grace_s: float) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_second_signal_ends_at_once() -> None:
+def test_second_signal_ends_the_process_immediately() -> None:
     process = start(grace_s=30)
     process.send_signal(signal.SIGTERM)
     assert process.stdout is not None and process.stdout.readline() == "interrupted\n"
-    # Our status, or the system's after our handlers are gone: the other thread hangs.
+    # Our status, or the system's if our handlers are already removed: the other thread hangs.
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
-def test_the_clock_ends_a_process_that_hangs() -> None:
+def test_timer_ends_a_process_that_hangs() -> None:
     process = start(grace_s=0.3)
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=60)
@@ -69,8 +69,8 @@ def test_the_clock_ends_a_process_that_hangs() -> None:
     assert error == "not ended after 0.3 s, stopped\n"
 
 
-def test_a_closed_terminal_ends_the_process_cleanly_and_in_bounded_time() -> None:
-    """The kernel and the shell each send SIGHUP, and nobody reads what the process prints."""
+def test_closed_terminal_ends_the_process_in_bounded_time() -> None:
+    """The kernel and the shell each send SIGHUP, and nothing reads the process's output."""
     code = STUBBORN.replace('print("interrupted", flush=True)', HANGING)
     pid, terminal = pty.fork()
     if pid == 0:
@@ -84,7 +84,7 @@ def test_a_closed_terminal_ends_the_process_cleanly_and_in_bounded_time() -> Non
 
 
 @pytest.mark.parametrize("numbers", [(1, 1), (1, 15), (15, 1), (1, 2)])
-def test_a_hangup_beside_another_signal_forces_no_end(
+def test_hangup_and_another_signal_do_not_force_an_end(
     numbers: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("threading.Timer.start", lambda timer: None)
@@ -95,7 +95,7 @@ def test_a_hangup_beside_another_signal_forces_no_end(
         signal.raise_signal(numbers[1])
 
 
-def test_a_signal_during_the_shutdown_ends_at_once() -> None:
+def test_second_signal_during_shutdown_ends_the_process_immediately() -> None:
     code = STUBBORN.replace('print("interrupted", flush=True)', HANGING)
     process = subprocess.Popen(
         [sys.executable, "-c", code, "30"],
@@ -116,7 +116,7 @@ def test_a_signal_during_the_shutdown_ends_at_once() -> None:
 def test_handlers_are_restored_and_an_ignored_interrupt_stays_ignored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The clock outlives the block, as it must, and would end the test run.
+    # The timer must outlive the block; here it would end the test run.
     monkeypatch.setattr("threading.Timer.start", lambda timer: None)
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with ending_cleanly() as received:
@@ -133,7 +133,7 @@ def test_handlers_are_restored_and_an_ignored_interrupt_stays_ignored(
         signal.signal(signal.SIGINT, before[1])
 
 
-def test_a_signal_does_not_interrupt_the_accepting_of_a_connection(
+def test_signal_waits_until_a_connection_is_accepted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("threading.Timer.start", lambda timer: None)
@@ -149,12 +149,12 @@ def test_a_signal_does_not_interrupt_the_accepting_of_a_connection(
     class Server(PluginHTTPServer, Accepting):
         pass
 
-    with ending_cleanly(), pytest.raises(KeyboardInterrupt) as asked:
+    with ending_cleanly(), pytest.raises(KeyboardInterrupt) as interrupt:
         object.__new__(Server)._handle_request_noblock()
-    assert (accepted, asked.value.args) == (["whole"], (signal.SIGTERM,))
+    assert (accepted, interrupt.value.args) == (["whole"], (signal.SIGTERM,))
 
 
-def test_a_failure_while_the_server_ends_is_no_second_signal(
+def test_fatal_error_during_shutdown_is_not_a_second_signal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("threading.Timer.start", lambda timer: None)
@@ -173,16 +173,16 @@ def test_a_failure_while_the_server_ends_is_no_second_signal(
 
 
 class Listening:
-    """A server: first a signal ends it, then it listens until it is shut down."""
+    """A server: the first `serve_forever` is interrupted, the second runs until `shutdown`."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.n_times = 0
+        self.n_serve_calls = 0
         self.is_shut_down = Event()
 
     def serve_forever(self) -> None:
-        self.n_times += 1
-        if self.n_times == 1:
+        self.n_serve_calls += 1
+        if self.n_serve_calls == 1:
             raise KeyboardInterrupt(self.number)
         assert self.is_shut_down.wait(60)
 
@@ -191,7 +191,7 @@ class Listening:
 
 
 class WaitingClient:
-    """A client that is connected, and waits for its reply."""
+    """A connected client that waits for its reply."""
 
     def has_left(self) -> bool:
         return False
@@ -214,11 +214,11 @@ class Serving(PluginHTTPServer, Listening):
             self.serve_forever()
 
 
-def test_running_replies_end_before_the_server_does() -> None:
+def test_server_waits_for_running_replies_and_refuses_new_requests() -> None:
     server = Serving()
     thread = Thread(target=server.serve)
     thread.start()
-    wait_until(lambda: server.n_times == 2, "the server that listens on")
+    wait_until(lambda: server.n_serve_calls == 2, "the second serve_forever")
     with pytest.raises(GenerationStopped, match="ask again"):
         server.generator.requests.put((Queue(), None, None))
     assert not server.is_shut_down.is_set()
@@ -227,15 +227,15 @@ def test_running_replies_end_before_the_server_does() -> None:
     assert server.is_shut_down.is_set()
 
 
-def test_the_time_for_replies_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_for_running_replies_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_clients, "DRAIN_S", 0.05)
     server = Serving()
     server.serve()
-    assert server.n_times == 2
+    assert server.n_serve_calls == 2
 
 
-def test_without_running_replies_or_at_a_keyboard_the_server_ends_at_once() -> None:
+def test_server_ends_immediately_on_ctrl_c_or_without_running_replies() -> None:
     (keyboard := Serving(signal.SIGINT)).serve()
     (idle := Serving()).clients.end(idle.client)
     idle.serve()
-    assert keyboard.n_times == idle.n_times == 1
+    assert keyboard.n_serve_calls == idle.n_serve_calls == 1

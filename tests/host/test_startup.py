@@ -1,4 +1,4 @@
-"""Activation: the forms in which the server is started, with and without --plugin."""
+"""Activation: the commands that start the server, with and without --plugin."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mlx_lm_kvpersist import _startup
 from mlx_lm_kvpersist.host.stopping import requested_plugins
 from tests.support.host import PTH, Environment, place_of_transformers
 
-STOCK_FORMS = {
+STOCK_COMMANDS = {
     "console script": ("mlx_lm.server",),
     "mlx_lm server": ("mlx_lm", "server"),
     "python -m mlx_lm server": ("python", "-m", "mlx_lm", "server"),
     "python -m mlx_lm.server": ("python", "-m", "mlx_lm.server"),
 }
-FORMS = {
-    **STOCK_FORMS,
+COMMANDS = {
+    **STOCK_COMMANDS,
     "python -m mlx_lm_kvpersist server": ("python", "-m", "mlx_lm_kvpersist", "server"),
 }
 FAILING = ("mlx_lm.server", "--plugin", "failing", "--port", "0")  # 8080 may be in use
@@ -44,11 +44,11 @@ def stock_environment(stock_environment: Environment, path: str) -> Environment:
     return replace(stock_environment, path=path)
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_every_form_shows_the_plugins_options(
-    environment: Environment, form: tuple[str, ...]
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_every_start_command_shows_the_plugins_options(
+    environment: Environment, command: tuple[str, ...]
 ) -> None:
-    done = environment.run(*form, "--plugin", "echo", "--help")
+    done = environment.run(*command, "--plugin", "echo", "--help")
     assert done.returncode == 0, done.stderr
     assert "\nplugins:\n  --plugin NAME" in done.stdout
     assert "Installed: echo, editing, failing, kvpersist, misspelt, wrong" in " ".join(
@@ -58,7 +58,7 @@ def test_every_form_shows_the_plugins_options(
     assert done.stdout.index("--prefill-step-size") < done.stdout.index("\nplugins:")
 
 
-def test_a_symbolic_link_to_the_script_works_as_the_script_does(environment: Environment) -> None:
+def test_symbolic_link_to_the_script_loads_plugins(environment: Environment) -> None:
     link = environment.bin / "serve"
     link.symlink_to(environment.bin / "mlx_lm.server")
     done = environment.run(link, "--plugin", "echo", "--help")
@@ -67,27 +67,27 @@ def test_a_symbolic_link_to_the_script_works_as_the_script_does(environment: Env
 
 
 @pytest.mark.parametrize(
-    "form",
+    "command",
     [
-        pytest.param(form, id=name, marks=[pytest.mark.slow] if "mlx_lm server" in name else [])
-        for name, form in STOCK_FORMS.items()
+        pytest.param(command, id=name, marks=[pytest.mark.slow] if "mlx_lm server" in name else [])
+        for name, command in STOCK_COMMANDS.items()
     ],
 )
-def test_without_the_flag_the_help_is_stocks(
-    environment: Environment, stock_environment: Environment, form: tuple[str, ...]
+def test_help_without_the_plugin_option_equals_stocks(
+    environment: Environment, stock_environment: Environment, command: tuple[str, ...]
 ) -> None:
-    ours, stock = (env.run(*form, "--help") for env in (environment, stock_environment))
+    ours, stock = (env.run(*command, "--help") for env in (environment, stock_environment))
     assert ours.returncode == stock.returncode == 0
     assert ours.stdout == stock.stdout
     assert "plugin" not in stock.stdout
 
 
-def test_without_the_flag_nothing_of_ours_is_imported(environment: Environment) -> None:
+def test_our_package_is_not_imported_without_the_plugin_option(environment: Environment) -> None:
     done = environment.run("python", "-c", f"import mlx_lm.server; {OURS}")
     assert done.stdout == "[]\n", done.stderr
 
 
-def test_a_start_imports_no_library_that_only_later_requests_need(
+def test_startup_does_not_import_libraries_that_only_requests_need(
     environment: Environment,
 ) -> None:
     late = ["prometheus_client", "unittest.mock", "obstore", "mlx_lm_kvpersist.store.shared"]
@@ -98,7 +98,7 @@ print("mlx_lm_kvpersist.store.disk" in sys.modules, [m for m in {late} if m in s
     assert done.stdout == "True []\n", done.stderr
 
 
-def test_the_flag_of_another_program_changes_nothing(environment: Environment) -> None:
+def test_plugin_option_of_another_program_changes_nothing(environment: Environment) -> None:
     code = "import mlx_lm.server as s; print(s.run.__module__, type(s.argparse).__name__)"
     done = environment.run("python", "-c", code, "--plugin", "echo")
     assert done.stdout == "mlx_lm.server module\n", done.stderr
@@ -122,7 +122,7 @@ def without_pth(environment: Environment) -> Iterator[Environment]:
 
 
 @pytest.mark.parametrize("code", LAUNCHERS.values(), ids=LAUNCHERS)
-def test_a_launcher_of_ones_own_installs_the_plugin(
+def test_custom_launcher_can_install_the_plugin(
     without_pth: Environment, tmp_path: Path, code: str
 ) -> None:
     launcher = tmp_path / "serve.py"
@@ -138,7 +138,7 @@ def test_a_launcher_of_ones_own_installs_the_plugin(
         for name, code in LAUNCHERS.items()
     ],
 )
-def test_the_command_line_of_a_launcher_goes_first(
+def test_command_line_of_a_custom_launcher_overrides_install(
     without_pth: Environment, tmp_path: Path, code: str
 ) -> None:
     launcher = tmp_path / "serve.py"
@@ -147,7 +147,9 @@ def test_the_command_line_of_a_launcher_goes_first(
     assert "--echo-file" in other.stdout and "--kvpersist-dir" not in other.stdout
 
 
-def test_a_launcher_of_ones_own_names_the_plugin(without_pth: Environment, tmp_path: Path) -> None:
+def test_install_loads_the_named_plugin_and_unknown_plugins_are_refused(
+    without_pth: Environment, tmp_path: Path
+) -> None:
     launcher, code = tmp_path / "serve.py", LAUNCHERS["install first"]
     launcher.write_text(code, encoding="utf-8")
     unknown = without_pth.run_forked("python", launcher, "--plugin", "nothing")
@@ -158,10 +160,10 @@ def test_a_launcher_of_ones_own_names_the_plugin(without_pth: Environment, tmp_p
     assert "--echo-file" in named.stdout and "--kvpersist-dir" not in named.stdout
 
 
-def test_plugin_works_with_launchers_that_know_nothing_of_it(
+def test_plugin_option_works_with_launchers_without_install(
     environment: Environment, tmp_path: Path
 ) -> None:
-    """With the .pth; without it stock refuses the option."""
+    """The .pth file is necessary: without it, stock refuses the option."""
     launcher = tmp_path / "serve.py"
     launcher.write_text("import mlx_lm.server\nmlx_lm.server.main()\n", encoding="utf-8")
     done = environment.run_forked("python", launcher, "--plugin", "echo", "--help")
@@ -171,31 +173,31 @@ def test_plugin_works_with_launchers_that_know_nothing_of_it(
     assert "--plugin: expected one argument" in bare.stderr
 
 
-def test_the_command_server_needs_no_pth(without_pth: Environment) -> None:
+def test_command_server_works_without_the_pth_file(without_pth: Environment) -> None:
     without_pth.add_script("mlx-lm-kvpersist", "mlx_lm_kvpersist.cli.main")
     done = without_pth.run_forked("mlx-lm-kvpersist", "server", "--help")
     assert "--kvpersist-dir" in done.stdout and "--prefill-step-size" in done.stdout, done.stderr
 
 
-def test_a_pth_executed_twice_installs_once(environment: Environment) -> None:
+def test_pth_file_executed_twice_installs_one_import_hook(environment: Environment) -> None:
     line = PTH.read_text().strip()
     code = f"{line}\nimport sys\nprint(sum('Server' in type(f).__name__ for f in sys.meta_path))"
     done = environment.run("python", "-c", code, "mlx_lm.server", "--plugin=echo")
     assert done.stdout == "1\n", done.stderr
 
 
-def test_without_the_pth_the_flag_is_refused_and_the_module_form_works(
+def test_without_the_pth_only_the_module_form_accepts_plugins(
     without_pth: Environment,
 ) -> None:
     refused = without_pth.run_forked("mlx_lm.server", "--plugin", "echo", "--help-me")
-    form = ("python", "-m", "mlx_lm_kvpersist", "server")
-    done = without_pth.run_forked(*form, "--plugin=echo", "-h")
+    command = ("python", "-m", "mlx_lm_kvpersist", "server")
+    done = without_pth.run_forked(*command, "--plugin=echo", "-h")
     assert refused.returncode == 2
     assert "unrecognized arguments: --plugin" in refused.stderr
     assert "--echo-file" in done.stdout
 
 
-def test_an_unknown_plugin_is_named_with_those_installed(environment: Environment) -> None:
+def test_error_for_an_unknown_plugin_lists_installed_plugins(environment: Environment) -> None:
     done = environment.run_forked("mlx_lm.server", "--plugin", "nothing", "--model", "m")
     assert done.returncode == 1
     assert done.stderr == (
@@ -205,22 +207,20 @@ def test_an_unknown_plugin_is_named_with_those_installed(environment: Environmen
 
 
 @pytest.mark.parametrize(
-    ("plugin", "says"),
+    ("plugin", "expected_message"),
     [("misspelt", "unknown hook 'modle_loaded'"), ("wrong", "{'arguments'}")],
 )
-def test_a_plugin_with_a_wrong_hook_stops_the_start(
-    environment: Environment, plugin: str, says: str
+def test_plugin_with_an_invalid_hook_stops_startup(
+    environment: Environment, plugin: str, expected_message: str
 ) -> None:
     done = environment.run_forked("mlx_lm.server", "--plugin", plugin, "--model", "m")
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
-    assert says in done.stderr
+    assert expected_message in done.stderr
 
 
 @pytest.mark.parametrize("hook", ["init", "add_options", "configure", "routes"])
-def test_a_plugin_that_fails_stops_the_start_with_one_line(
-    environment: Environment, hook: str
-) -> None:
+def test_failing_plugin_stops_startup_with_one_line(environment: Environment, hook: str) -> None:
     done = environment.run_forked(*FAILING, "--log-level", "ERROR", env={"FAIL_IN": hook})
     assert done.returncode == 1
     assert done.stderr == (
@@ -229,7 +229,7 @@ def test_a_plugin_that_fails_stops_the_start_with_one_line(
     )
 
 
-def test_an_error_of_ours_is_told_as_it_is(environment: Environment) -> None:
+def test_config_error_is_printed_without_its_type(environment: Environment) -> None:
     env = {"FAIL_IN": "configure", "FAIL_WITH": "config"}
     done = environment.run_forked(*FAILING, env=env)
     assert done.returncode == 1
@@ -238,7 +238,7 @@ def test_an_error_of_ours_is_told_as_it_is(environment: Environment) -> None:
     )
 
 
-def test_debug_shows_the_traceback_before_the_line(environment: Environment) -> None:
+def test_debug_prints_the_traceback_before_the_error_line(environment: Environment) -> None:
     done = environment.run_forked(*FAILING, "--log-level", "DEBUG", env={"FAIL_IN": "configure"})
     assert "Traceback (most recent call last)" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("mlx_lm.server --plugin failing: stopped by")
@@ -254,11 +254,13 @@ def test_debug_shows_the_traceback_before_the_line(environment: Environment) -> 
         ([], []),
     ],
 )
-def test_plugins_are_read_before_the_options_are(argv: list[str], names: list[str]) -> None:
+def test_requested_plugins_are_read_from_the_command_line(
+    argv: list[str], names: list[str]
+) -> None:
     assert requested_plugins(argv) == names
 
 
-def test_the_finder_touches_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_hook_changes_only_mlx_lm_server(monkeypatch: pytest.MonkeyPatch) -> None:
     finder = _startup.ServerFinder()
     assert finder.find_spec("mlx_lm.generate", None) is None
     spec = finder.find_spec("mlx_lm.server", sys.modules["mlx_lm"].__path__)
@@ -281,6 +283,6 @@ def test_the_finder_touches_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit):
         module.main()
     assert len(prepared) == 1 and stock.__module__ == "mlx_lm.server"
-    # Later code finds the loader that really loaded the module.
+    # Later code finds the loader that loaded the module.
     assert not isinstance(module.__loader__, _startup.ServerLoader)
     assert not isinstance(module.__spec__.loader, _startup.ServerLoader)
