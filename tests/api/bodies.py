@@ -1,4 +1,4 @@
-"""Bodies of requests, right and nearly right, and chunks of chat completions."""
+"""Request bodies, valid and mutated, and pieces of chat completions."""
 
 from __future__ import annotations
 
@@ -101,9 +101,9 @@ def call(name: str, arguments: Any) -> dict[str, Any]:
 
 
 USAGE = Usage(10, 7, 5, 2)
-"""Numbers of tokens: the prompt's, the cached tokens of it, the reply's, and the reasoning's."""
+"""Numbers of tokens: of the prompt, cached, of the reply, and of its reasoning."""
 Delta = tuple[str, str, list[dict[str, Any]]]
-"""Text, reasoning and calls that come together."""
+"""The text, reasoning and calls of one piece."""
 DELTAS: st.SearchStrategy[list[Delta]] = st.lists(
     st.tuples(
         st.sampled_from(["", " ", "\n\n", "a", " b ", "c\n"]),
@@ -130,25 +130,25 @@ ODD: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def paths_of(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Return the path of every value in a body."""
-    found = [path] if path else []
+    paths = [path] if path else []
     items: Any = ()
     if isinstance(value, dict):
         items = value.items()
     elif isinstance(value, list):
         items = enumerate(value)
     for key, inner in items:
-        found += places(inner, (*path, key))
-    return found
+        paths += paths_of(inner, (*path, key))
+    return paths
 
 
 @st.composite
 def mutated(draw: st.DrawFn, body: dict[str, Any]) -> dict[str, Any]:
-    """Return a body of which one to three values were replaced or removed."""
+    """Return a copy of a body, with one to three values replaced or removed."""
     body = copy.deepcopy(body)
     for _ in range(draw(st.integers(1, 3))):
-        path = draw(st.sampled_from(places(body)))
+        path = draw(st.sampled_from(paths_of(body)))
         holder: Any = body
         for key in path[:-1]:
             holder = holder[key]

@@ -31,7 +31,7 @@ LOCAL = {"Host": "127.0.0.1:8080"}
 
 
 @pytest.mark.parametrize(
-    ("address", "sent", "says"),
+    ("address", "sent", "reason"),
     [
         ("127.0.0.1", LOCAL, ""),
         ("::1", {"Host": "[::1]:8080"}, ""),
@@ -55,14 +55,16 @@ LOCAL = {"Host": "127.0.0.1:8080"}
         ("127.0.0.1", {**LOCAL, "Origin": "null"}, "Origin names another site"),
     ],
 )
-def test_only_programs_of_this_machine(address: str, sent: dict[str, str], says: str) -> None:
+def test_without_a_key_only_local_programs_are_admitted(
+    address: str, sent: dict[str, str], reason: str
+) -> None:
     refusal = why_refused(address, sent, None)
-    assert bool(refusal) is bool(says)
-    assert says in refusal
+    assert bool(refusal) is bool(reason)
+    assert reason in refusal
 
 
 @pytest.mark.parametrize(
-    ("authorization", "is_right"),
+    ("authorization", "is_admitted"),
     [
         ("Bearer gehêim", False),
         ("Bearer secret", True),
@@ -71,13 +73,15 @@ def test_only_programs_of_this_machine(address: str, sent: dict[str, str], says:
         ("", False),
     ],
 )
-def test_with_a_key_the_key_decides(authorization: str, is_right: bool) -> None:
+def test_with_a_key_only_requests_with_that_key_are_admitted(
+    authorization: str, is_admitted: bool
+) -> None:
     for address in ("127.0.0.1", "203.0.113.9"):
         sent = {"Host": "public.example", "Authorization": authorization}
-        assert (why_refused(address, sent, "secret") == "") is is_right
+        assert (why_refused(address, sent, "secret") == "") is is_admitted
 
 
-def test_loopback_names() -> None:
+def test_is_loopback_accepts_only_loopback_hosts() -> None:
     assert is_loopback("127.5.5.5") and is_loopback("localhost:1") and is_loopback("[::1]")
     assert not is_loopback("0.0.0.0") and not is_loopback("localhost.evil") and not is_loopback("")
 
@@ -95,19 +99,19 @@ class Root:
 
 @pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended")
 @pytest.mark.parametrize(
-    ("host", "key", "leads_to_page"),
+    ("host", "key", "redirects"),
     [
         ("127.0.0.1:8080", None, True),
         ("public.example", None, False),
         ("public.example", "secret", True),  # the page asks for the key
     ],
 )
-def test_the_root_leads_to_the_page_or_names_the_api(
-    patched_server: ModuleType, host: str, key: str | None, leads_to_page: bool
+def test_root_redirects_to_the_page_or_names_the_api(
+    patched_server: ModuleType, host: str, key: str | None, redirects: bool
 ) -> None:
     with plugged(Root(key)):
         answered = answer(patched_server, f"GET /?a HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
     head, _, body = answered.partition("\r\n\r\n")
-    assert head.split()[1] == ("303" if leads_to_page else "200")
-    assert ("\r\nLocation: /kvpersist\r\n" in f"{head}\r\n") is leads_to_page
-    assert body.count("\n") == (not leads_to_page) and ("/v1" in body) is not leads_to_page
+    assert head.split()[1] == ("303" if redirects else "200")
+    assert ("\r\nLocation: /kvpersist\r\n" in f"{head}\r\n") is redirects
+    assert body.count("\n") == (not redirects) and ("/v1" in body) is not redirects

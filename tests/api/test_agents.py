@@ -1,4 +1,4 @@
-"""Agents over simulated chat completions; tests/server has a real server."""
+"""Agents over fake chat completions; tests/server uses a real server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mlx_lm_kvpersist.errors import RequestRefused
 
 
 class Chat:
-    """Computes nothing; `during` is called while a prompt is computed."""
+    """A fake chat API; it calls `during` instead of computing a prompt."""
 
     def __init__(self) -> None:
         self.during: Callable[[], None] = lambda: None
@@ -91,15 +91,15 @@ def service() -> Service:
     return Service()
 
 
-def test_an_agent_that_is_being_made_is_not_deleted(service: Service) -> None:
-    found: list[int] = []
-    service.chat.during = lambda: found.append(service.call("DELETE", "/v1/agents/a")[0])
+def test_agent_cannot_be_deleted_during_its_creation(service: Service) -> None:
+    statuses: list[int] = []
+    service.chat.during = lambda: statuses.append(service.call("DELETE", "/v1/agents/a")[0])
     assert service.call("POST", "/v1/agents", {"id": "a", "system": "s"})[0] == 201
-    assert found == [409]
+    assert statuses == [409]
     assert service.call("DELETE", "/v1/agents/a")[0] == 204
 
 
-def test_an_agent_that_is_deleted_while_a_request_is_read_does_not_come_back(
+def test_generate_answers_404_if_the_agent_is_deleted_during_parsing(
     service: Service,
 ) -> None:
     class Slow(dict[str, Any]):
@@ -114,7 +114,7 @@ def test_an_agent_that_is_deleted_while_a_request_is_read_does_not_come_back(
     assert (status, answer["error"]["message"]) == (404, "the agent a was deleted")
 
 
-def test_an_agents_session_is_its_own_whatever_a_client_says(service: Service) -> None:
+def test_agent_ignores_the_clients_session_header(service: Service) -> None:
     service.call("POST", "/v1/agents", {"id": "a"})
     asked = {"messages": [{"role": "user", "content": "x"}]}
     assert service.call("POST", "/v1/agents/a/generate", asked)[0] == 200
@@ -122,11 +122,11 @@ def test_an_agents_session_is_its_own_whatever_a_client_says(service: Service) -
 
 
 @pytest.mark.parametrize("field", ["id", "system", "messages", "tools", "model"])
-def test_a_null_field_of_a_new_agent_is_not_set(service: Service, field: str) -> None:
+def test_null_field_of_a_new_agent_is_accepted(service: Service, field: str) -> None:
     assert service.call("POST", "/v1/agents", {field: None})[0] == 201
 
 
-def test_an_agent_whose_session_could_not_be_deleted_can_be_deleted_again(
+def test_failed_deletion_keeps_the_agent_and_can_be_repeated(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: object) -> bool:
@@ -138,21 +138,23 @@ def test_an_agent_whose_session_could_not_be_deleted_can_be_deleted_again(
     with monkeypatch.context() as patch:
         patch.setattr(service.sessions, "each_named", refuse)
         assert service.call("DELETE", "/v1/agents/a")[0] == 503
-    assert [one["id"] for one in service.call("GET", "/v1/agents")[1]["data"]] == ["a", "ab"]
+    assert [agent["id"] for agent in service.call("GET", "/v1/agents")[1]["data"]] == ["a", "ab"]
     assert service.call("DELETE", "/v1/agents/a")[0] == 204
 
 
-def test_how_many_there_are_is_counted_for_each_namespace(
+def test_agent_limits_apply_per_namespace_and_in_total(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agents, "MAX_AGENTS", 2)
     monkeypatch.setattr(agents, "MAX_ALL_AGENTS", 3)
-    asked = [(who, name) for who in ("Alice", "Bob") for name in "abc"]
-    made = [service.call("POST", "/v1/agents", {"id": name}, who) for who, name in asked]
+    asked = [(tenant, name) for tenant in ("Alice", "Bob") for name in "abc"]
+    made = [service.call("POST", "/v1/agents", {"id": name}, tenant) for tenant, name in asked]
     assert [status for status, _ in made] == [201, 201, 429, 201, 503, 503]
 
 
-def test_there_are_only_so_many(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deletion_frees_a_place_within_the_agent_limit(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(agents, "MAX_AGENTS", 2)
     made = [service.call("POST", "/v1/agents", {"id": name})[0] for name in "abc"]
     assert made == [201, 201, 429]
@@ -160,18 +162,18 @@ def test_there_are_only_so_many(service: Service, monkeypatch: pytest.MonkeyPatc
     assert service.call("POST", "/v1/agents", {"id": "c"})[0] == 201
 
 
-def test_agents_are_listed_while_another_cannot_be_made(service: Service) -> None:
-    is_there, may_fail = Event(), Event()
+def test_agents_can_be_listed_while_a_creation_fails(service: Service) -> None:
+    is_added, may_fail = Event(), Event()
 
     class Slow(dict[Any, Any]):
         def values(self) -> Any:
-            for each in super().values():
+            for agent in super().values():
                 may_fail.set()
                 time.sleep(0.05)
-                yield each
+                yield agent
 
     def refuse(namespace: str, name: str) -> dict[str, Any]:
-        is_there.set()
+        is_added.set()
         assert may_fail.wait(60)
         raise RequestRefused("no")
 
@@ -179,6 +181,6 @@ def test_agents_are_listed_while_another_cannot_be_made(service: Service) -> Non
     service.sessions.describe_named = refuse  # type: ignore[method-assign]
     thread = Thread(target=service.call, args=("POST", "/v1/agents", {"id": "a"}))
     thread.start()
-    assert is_there.wait(60)
+    assert is_added.wait(60)
     assert service.call("GET", "/v1/agents")[0] == 400  # the store refuses
     thread.join()

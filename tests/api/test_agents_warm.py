@@ -1,4 +1,4 @@
-"""Which files are prompts that can be warmed."""
+"""Reading prompts from files, and warming sessions with them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
         ({"input": "Who is first?", "messages": None}, ["user"]),
     ],
 )
-def test_messages_and_requests_to_three_apis(content: Any, roles: list[str]) -> None:
+def test_prompt_can_be_messages_or_a_request_to_any_api(content: Any, roles: list[str]) -> None:
     body = chat_body_of(content, Message())
     assert [message["role"] for message in body["messages"]] == roles
     assert "Who is first?" in str(body["messages"])
@@ -39,13 +39,13 @@ def test_messages_and_requests_to_three_apis(content: Any, roles: list[str]) -> 
 
 
 @pytest.mark.parametrize("content", [5, {}, {"prompt": "x"}, None, "text"])
-def test_anything_else_is_refused(content: Any) -> None:
+def test_other_prompt_contents_are_refused(content: Any) -> None:
     with pytest.raises(RequestRefused, match=r"the prompt is .*, expected messages"):
         chat_body_of(content, Message())
 
 
 @pytest.mark.parametrize("content", ["{", None, "[" * 100_000])
-def test_a_file_without_json(content: str | None, tmp_path: Path) -> None:
+def test_prompt_file_without_valid_json_is_refused(content: str | None, tmp_path: Path) -> None:
     file = tmp_path / "file.json"
     if content is not None:
         file.write_text(content)
@@ -54,27 +54,27 @@ def test_a_file_without_json(content: str | None, tmp_path: Path) -> None:
 
 
 def warmed(refusal: str) -> Any:
-    """Warm a session of a server that stores it, or refuses it for this reason."""
+    """Warm a session on a server that stores it, or does not store it because of `refusal`."""
     done: list[Any] = []
     handler = SimpleNamespace(headers=Message(), prefill=done.append)
     pin = SimpleNamespace(pin_newest=lambda *_: {"tokens": 7} if done else None)
     return warm(Service(lambda: pin, None, False, lambda: refusal), handler, "s", [ASK])
 
 
-def test_a_prompt_is_computed_and_pinned() -> None:
+def test_warm_computes_and_pins_a_prompt() -> None:
     assert warmed("") == {"tokens": 7}
 
 
-def test_a_model_that_is_not_kept_is_said_at_once() -> None:
+def test_warm_refuses_with_503_if_the_model_is_not_supported() -> None:
     with pytest.raises(RequestRefused, match="not supported: its caches are strange") as refused:
         warmed("its caches are strange")
     assert refused.value.status == 503
 
 
-def test_a_sleep_does_not_end_the_wait_for_storing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wall clock moves by hours between two looks, and the prompt is stored afterwards."""
-    now_s, looks = [1e9], iter([None, None, {"tokens": 7}])
-    pin = SimpleNamespace(pin_newest=lambda *_: next(looks))
+def test_warm_waits_for_storing_across_a_system_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wall clock moves by hours between two checks, and the prompt is stored afterwards."""
+    now_s, answers = [1e9], iter([None, None, {"tokens": 7}])
+    pin = SimpleNamespace(pin_newest=lambda *_: next(answers))
 
     def sleep(seconds: float) -> None:
         now_s[0] += 8 * 3600

@@ -1,4 +1,4 @@
-"""The pages about clients and reuse name every source, normalisation, reason and path."""
+"""The pages about clients, reuse and the API have every key source, reason and path."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ API = (DOCS / "api.md").read_text(encoding="utf-8")
 REUSE = html.unescape((DOCS / "reuse.md").read_text(encoding="utf-8"))
 
 
-def test_sources_in_their_order() -> None:
+def test_page_lists_the_sources_of_session_keys_in_order() -> None:
     places = [REUSE.find(f"| {source} |") for source in SOURCES]
     assert -1 not in places
     assert places == sorted(places)
 
 
-def test_reasons() -> None:
-    assert [r for r in Reason if f"| `{r.word}` | {r.text} |" not in REUSE] == []
+def test_page_lists_every_reason_with_its_text() -> None:
+    assert [
+        reason for reason in Reason if f"| `{reason.word}` | {reason.text} |" not in REUSE
+    ] == []
 
 
-def test_the_setups_fit_together() -> None:
-    """One server, and names that mean its own model."""
+def test_client_setups_use_the_same_server_and_model_aliases() -> None:
     assert set(re.findall(r"127\.0\.0\.1:(\d+)", CLIENTS)) == {"8080"}
     assert 'base_url = "http://127.0.0.1:8080/v1"' in CLIENTS
     assert 'wire_api = "responses"' in CLIENTS
@@ -38,12 +39,12 @@ def test_the_setups_fit_together() -> None:
     assert len(names) == 2 and all(is_alias(name) for name in names)
 
 
-def test_paths() -> None:
+def test_page_names_every_api_path() -> None:
     paths = (MESSAGES_PATH, COUNT_PATH, RESPONSES_PATH, *HELLO_PATHS)
     assert [path for path in paths if f" {path}`" not in API] == []
 
 
-def test_what_keeps_no_cache_is_what_the_plugin_refuses() -> None:
+def test_section_on_uncached_models_omits_supported_cases() -> None:
     """Sliding windows and recurrent states are stored; the page once said the opposite."""
     section = REUSE[REUSE.index("## What keeps no cache") : REUSE.index("## Warm up")]
     assert "KVCache" not in section and "draft model" in section and "images" not in section

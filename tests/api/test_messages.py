@@ -1,4 +1,4 @@
-"""Messages to chat completions and back, without a server."""
+"""The Messages API translated to chat completions and back, without a server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def user(*blocks: dict[str, Any]) -> dict[str, Any]:
     return {"role": "user", "content": list(blocks)}
 
 
-def test_a_conversation_as_chat_clients_send_it() -> None:
+def test_request_becomes_a_chat_completion_request() -> None:
     request = MessagesAPI().parse(MESSAGES, Headers())
     look = {"type": "function", "function": {"name": "look", "description": "Look."}}
     look["function"] |= {"parameters": SCHEMA}  # type: ignore[operator]
@@ -78,13 +78,13 @@ def test_a_conversation_as_chat_clients_send_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "sent"), [(0, 1), (-3, 1), (128_000, 128_000), (10**15, 2**31 - 1)]
+    ("requested", "sent"), [(0, 1), (-3, 1), (128_000, 128_000), (10**15, 2**31 - 1)]
 )
-def test_max_tokens_is_clamped(asked: int, sent: int) -> None:
-    assert chat(max_tokens=asked)["max_tokens"] == sent
+def test_max_tokens_is_clamped(requested: int, sent: int) -> None:
+    assert chat(max_tokens=requested)["max_tokens"] == sent
 
 
-def test_what_chat_has_no_word_for_is_left_out() -> None:
+def test_fields_unknown_to_chat_completions_are_dropped() -> None:
     more = {"context_management": {}, "output_config": {}, "thinking": {"type": "adaptive"}}
     assert chat(tool_choice={"type": "any"}, service_tier="auto", **more) == chat()
 
@@ -112,7 +112,7 @@ def test_what_chat_has_no_word_for_is_left_out() -> None:
         ({"type": "container_upload"}, "container_upload"),
     ],
 )
-def test_blocks_that_no_model_reads_are_named(block: dict[str, Any], name: str) -> None:
+def test_unreadable_block_is_named_in_a_refusal_or_a_line(block: dict[str, Any], name: str) -> None:
     for reads_images in (False, True):
         with pytest.raises(RequestRefused, match=f"has {name}, expected text"):
             fit_attachments(chat(messages=[user(block)])["messages"], reads_images)
@@ -121,30 +121,30 @@ def test_blocks_that_no_model_reads_are_named(block: dict[str, Any], name: str) 
         assert line["text"].startswith(f"[{name}, not shown: ")
 
 
-def test_a_result_of_no_call_is_refused() -> None:
+def test_tool_result_without_a_call_id_is_refused() -> None:
     with pytest.raises(RequestRefused, match=r"content\[0\].tool_use_id is null, expected text"):
         chat(messages=[user({"type": "tool_result"})])
 
 
 @pytest.mark.parametrize("content", ["", [], None])
-def test_a_message_of_the_user_without_content_stays(content: Any) -> None:
-    said = chat(messages=[{"role": "user", "content": content}])["messages"][-1]
-    assert (said["role"], said["content"] or "") == ("user", "")
+def test_user_message_without_content_is_kept(content: Any) -> None:
+    kept = chat(messages=[{"role": "user", "content": content}])["messages"][-1]
+    assert (kept["role"], kept["content"] or "") == ("user", "")
 
 
-def test_a_conversation_has_a_message() -> None:
+def test_empty_list_of_messages_is_refused() -> None:
     with pytest.raises(RequestRefused, match=r"^messages is a list, expected at least one"):
         chat(messages=[])
 
 
-def test_the_first_of_two_faults_is_named() -> None:
+def test_error_names_the_first_of_two_faults() -> None:
     with pytest.raises(RequestRefused, match=r"^messages\[0\].role is null"):
         chat(messages=[{"content": "a"}, "b"])
     with pytest.raises(RequestRefused, match=r"^messages\[0\].content\[0\].text is 5"):
         chat(messages=[{"role": "user", "content": [{"type": "text", "text": 5}, "b"]}])
 
 
-SEARCHED: list[dict[str, Any]] = [
+FOREIGN_BLOCKS: list[dict[str, Any]] = [
     {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "sea"}},
     {
         "type": "web_search_tool_result",
@@ -166,9 +166,12 @@ SEARCHED: list[dict[str, Any]] = [
 ]
 
 
-def test_what_other_servers_said_ends_no_conversation() -> None:
+def test_assistant_blocks_of_other_servers_are_accepted() -> None:
     """Text is kept; parts without text are left out."""
-    given = [{"role": "user", "content": "How wide?"}, {"role": "assistant", "content": SEARCHED}]
+    given = [
+        {"role": "user", "content": "How wide?"},
+        {"role": "assistant", "content": FOREIGN_BLOCKS},
+    ]
     message = chat(messages=given)["messages"][1]
     assert message["content"] == "The sea\nhttps://sea.exampleIt is wide."
     assert message["tool_calls"][0]["function"] == {"name": "look", "arguments": "{}"}
@@ -179,14 +182,14 @@ def test_what_other_servers_said_ends_no_conversation() -> None:
         assert chat(messages=given)["messages"][1] == {"role": "assistant", "content": ""}
 
 
-FOUND: dict[str, Any] = {
+SEARCH_RESULT: dict[str, Any] = {
     "type": "search_result",
     "source": "https://sea.example",
     "title": "The sea",
     "content": [{"type": "text", "text": "It is wide."}],
     "citations": {"enabled": True},
 }
-PAPER: dict[str, Any] = {
+DOCUMENT: dict[str, Any] = {
     "type": "document",
     "title": "Waves",
     "context": "A paper.",
@@ -195,8 +198,12 @@ PAPER: dict[str, Any] = {
 PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf"}}
 
 
-def test_documents_and_results_of_a_search_are_text() -> None:
-    content = [FOUND, PAPER, {"type": "document", "source": {"type": "content", "content": "S."}}]
+def test_documents_and_search_results_become_text() -> None:
+    content = [
+        SEARCH_RESULT,
+        DOCUMENT,
+        {"type": "document", "source": {"type": "content", "content": "S."}},
+    ]
     (message,) = chat(messages=[{"role": "user", "content": content}])["messages"]
     assert [part["text"] for part in message["content"]] == [
         "The sea\nhttps://sea.example\nIt is wide.",
@@ -205,10 +212,10 @@ def test_documents_and_results_of_a_search_are_text() -> None:
     ]
 
 
-def test_nothing_in_a_tools_result_ends_a_conversation() -> None:
-    """The result comes again with every turn. A tool may have been removed since it was found."""
+def test_unreadable_content_of_a_tool_result_is_not_refused() -> None:
+    """Clients send the result again with every turn, even if its tool was removed since."""
     gone = {"type": "tool_reference", "tool_name": "gone"}
-    content = [gone, FOUND, PDF, {"type": "hologram"}, {"type": "text", "text": "There."}]
+    content = [gone, SEARCH_RESULT, PDF, {"type": "hologram"}, {"type": "text", "text": "There."}]
     result = {"type": "tool_result", "tool_use_id": "1", "content": content}
     (message,) = fit_attachments(chat(messages=[user(result)])["messages"], False)
     assert [part["text"] for part in message["content"]] == [
@@ -219,14 +226,14 @@ def test_nothing_in_a_tools_result_ends_a_conversation() -> None:
     ]
 
 
-def test_tools_that_must_not_be_called_are_not_shown() -> None:
+def test_only_tool_choice_none_is_passed_on() -> None:
     assert chat(tool_choice={"type": "none"})["tool_choice"] == "none"
     for choice in ({"type": "auto"}, {"type": "tool", "name": "look"}, None, "none"):
         assert "tool_choice" not in chat(tool_choice=choice)
 
 
 @given(mutated(MESSAGES))
-def test_a_wrong_body_is_refused_with_a_sentence(body: dict[str, Any]) -> None:
+def test_mutated_body_is_parsed_or_refused_with_an_explanation(body: dict[str, Any]) -> None:
     try:
         request = MessagesAPI().parse(body, Headers())
     except RequestRefused as error:
@@ -236,8 +243,7 @@ def test_a_wrong_body_is_refused_with_a_sentence(body: dict[str, Any]) -> None:
 
 
 @given(DELTAS)
-def test_events_put_together_are_the_reply(deltas: list[Delta]) -> None:
-    """The events of a stream add up to the reply of a request without streaming."""
+def test_stream_events_add_up_to_the_whole_reply(deltas: list[Delta]) -> None:
     reply = MessagesReply("m", marks_cache=True)
     events = reply.begin(10, 7)
     for delta in deltas:
@@ -283,7 +289,9 @@ def test_events_put_together_are_the_reply(deltas: list[Delta]) -> None:
         ("length", None, True, "max_tokens"),
     ],
 )
-def test_stop_reasons(finish: str, word: str | None, calls: bool, reason: str) -> None:
+def test_finish_reason_becomes_a_stop_reason(
+    finish: str, word: str | None, calls: bool, reason: str
+) -> None:
     reply = MessagesReply("m", marks_cache=False)
     reply.add("x", "", [call("f", {})] if calls else [])
     *_, delta, _ = reply.end(finish, word, USAGE)
@@ -292,7 +300,7 @@ def test_stop_reasons(finish: str, word: str | None, calls: bool, reason: str) -
 
 
 @pytest.mark.parametrize("marks_cache", [True, False])
-def test_the_parts_of_a_prompt_add_up(marks_cache: bool) -> None:
+def test_input_token_counts_add_up_to_the_prompt(marks_cache: bool) -> None:
     reply = MessagesReply("m", marks_cache=marks_cache)
     usage = reply.end("stop", None, USAGE)[-2]["usage"]
     assert usage["cache_read_input_tokens"] == 7 and usage["output_tokens"] == 5
@@ -304,7 +312,7 @@ def test_the_parts_of_a_prompt_add_up(marks_cache: bool) -> None:
     ("arguments", "shown"),
     [({"a": 1}, {"a": 1}), (None, {}), ('{"a": 1}', {"a": 1}), ([1], {"arguments": [1]})],
 )
-def test_arguments_are_an_object(arguments: Any, shown: dict[str, Any]) -> None:
+def test_tool_arguments_always_become_an_object(arguments: Any, shown: dict[str, Any]) -> None:
     reply = MessagesReply("m", marks_cache=False)
     reply.add("", "", [call("f", arguments)])
     reply.end("tool_calls", None, USAGE)
@@ -322,7 +330,7 @@ def test_arguments_are_an_object(arguments: Any, shown: dict[str, Any]) -> None:
         (503, "overloaded_error"),
     ],
 )
-def test_errors(status: int, kind: str) -> None:
+def test_error_type_follows_from_the_status(status: int, kind: str) -> None:
     error = MessagesAPI().error(status, "Why.", None)
     assert error == {"type": "error", "error": {"type": kind, "message": "Why."}}
     assert MessagesReply("m", marks_cache=False).fail(status, "Why.", None) == [error]
@@ -339,7 +347,7 @@ def test_errors(status: int, kind: str) -> None:
         (["a"], ["text", "b"], 2),
     ],
 )
-def test_consecutive_messages_of_the_assistant_are_one_in_their_order(
+def test_consecutive_assistant_messages_are_joined_in_order(
     first: list[str], second: list[str], n_messages: int
 ) -> None:
     def block(name: str) -> dict[str, Any]:
@@ -348,7 +356,8 @@ def test_consecutive_messages_of_the_assistant_are_one_in_their_order(
         return {"type": "tool_use", "id": name, "name": "look", "input": {}}
 
     sent = [
-        {"role": "assistant", "content": [block(n) for n in names]} for names in (first, second)
+        {"role": "assistant", "content": [block(name) for name in names]}
+        for names in (first, second)
     ]
     user = {"role": "user", "content": "Go."}
     talk = chat(messages=[user, *sent, user])["messages"][1:-1]

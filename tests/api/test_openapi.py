@@ -15,11 +15,11 @@ from tests.support.host import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "api.md").read_text(encoding="utf-8")
 DOCUMENT: Any = json.loads((REPOSITORY / "docs" / "openapi.json").read_text(encoding="utf-8"))
-OF_OTHERS = {
+FOREIGN_PATHS = {
     *(messages.MESSAGES_PATH, messages.COUNT_PATH, responses.RESPONSES_PATH),
     *messages.HELLO_PATHS,
 }
-"""Paths of APIs whose makers describe them."""
+"""Paths of APIs that their makers document."""
 
 
 def described(path: str) -> set[str]:
@@ -27,26 +27,26 @@ def described(path: str) -> set[str]:
     return {name.upper() for name in DOCUMENT["paths"].get(path, ()) if name != "parameters"}
 
 
-def test_every_route_is_described(tmp_path: Path) -> None:
+def test_openapi_document_describes_every_route(tmp_path: Path) -> None:
     plugin = KVPersistPlugin()
     plugin._config = Config(tmp_path, StoreLimits(1, 1), PrecisionChoice())
     routes = {(route.method, route.path) for route in plugin.routes()}
-    paths = {path for _, path in routes} - OF_OTHERS
+    paths = {path for _, path in routes} - FOREIGN_PATHS
     assert len(paths) >= 18 and set(DOCUMENT["paths"]) == paths
     for path in paths:
-        served = {method for method, of in routes if of == path}
-        # Paths of agents answer every method, most of them with 405.
+        served = {method for method, route_path in routes if route_path == path}
+        # Paths of agents answer every method, most methods with 405.
         assert described(path) and described(path) <= served, path
         assert described(path) == served or len(served) == len(agents._METHODS), path
 
 
-def test_every_request_of_agents_stands_in_the_page() -> None:
+def test_page_lists_every_request_of_agents() -> None:
     paths = [path for path in DOCUMENT["paths"] if path.startswith(agents.AGENTS_PATH)]
     requests = [f"| `{method} {path}` |" for path in paths for method in described(path)]
-    assert len(requests) == 7 and [one for one in requests if one not in PAGE] == []
+    assert len(requests) == 7 and [request for request in requests if request not in PAGE] == []
 
 
-def test_limits() -> None:
+def test_documented_limits_match_the_code() -> None:
     listed = DOCUMENT["paths"][agents.AGENTS_PATH]["get"]["parameters"][0]["schema"]
     assert (listed["default"], listed["maximum"]) == (agents._PAGE, agents._MAX_PAGE)
     assert f"`?limit={agents._PAGE}` (at most {agents._MAX_PAGE})" in PAGE

@@ -1,4 +1,4 @@
-"""Responses to chat completions and back, without a server."""
+"""The Responses API translated to chat completions and back, without a server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def chat(**changes: Any) -> dict[str, Any]:
     return ResponsesAPI().parse({"input": "x", **changes}, Headers()).fields
 
 
-def test_a_conversation_as_chat_clients_send_it() -> None:
+def test_request_becomes_a_chat_completion_request() -> None:
     request = ResponsesAPI().parse(RESPONSES, Headers())
     look = {"name": "look", "description": "Look.", "parameters": SCHEMA}
     sail = {"name": "sea__sail", "parameters": {}}
@@ -32,7 +32,7 @@ def test_a_conversation_as_chat_clients_send_it() -> None:
         "model": "m",
         "max_tokens": 100,
         "prompt_cache_key": "s",
-        "tools": [{"type": "function", "function": one} for one in (look, sail)],
+        "tools": [{"type": "function", "function": function} for function in (look, sail)],
         "messages": [
             {"role": "system", "content": "Be kind."},
             {"role": "developer", "content": "Be brief."},
@@ -58,19 +58,19 @@ def test_a_conversation_as_chat_clients_send_it() -> None:
     assert request.tools == request.fields["tools"] and request.stream
 
 
-def test_agents_send_no_limit_and_are_not_cut_off() -> None:
+def test_max_tokens_has_a_large_default_and_is_clamped() -> None:
     assert chat()["max_tokens"] == 32_768
     assert chat(max_output_tokens=0)["max_tokens"] == 1
     assert chat(max_output_tokens=10**15)["max_tokens"] == 2**31 - 1
 
 
-def test_a_namespace_that_ends_as_its_tools_begin() -> None:
+def test_namespace_that_ends_with_the_separator_gets_no_second_separator() -> None:
     tool = {"type": "function", "name": "f"}
     tools = chat(tools=[{"type": "namespace", "name": "mcp__x__", "tools": [tool]}])["tools"]
-    assert [one["function"]["name"] for one in tools] == ["mcp__x__f"]
+    assert [tool["function"]["name"] for tool in tools] == ["mcp__x__f"]
 
 
-ECHOED: list[dict[str, Any]] = [
+FOREIGN_ITEMS: list[dict[str, Any]] = [
     {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": "*** Begin"},
     {"type": "custom_tool_call_output", "call_id": "c1", "output": "Done."},
     {"type": "local_shell_call", "call_id": "c2", "action": {"type": "exec", "command": ["ls"]}},
@@ -97,9 +97,11 @@ def test_an_item_whose_type_is_null_is_a_message() -> None:
     assert [(message["role"], message["content"]) for message in messages] == talk
 
 
-def test_what_other_servers_said_ends_no_conversation() -> None:
-    talk = chat(input=[{"role": "user", "content": "Go."}, *ECHOED])["messages"]
-    calls = [one["function"] for message in talk for one in message.get("tool_calls", ())]
+def test_items_of_other_servers_are_accepted() -> None:
+    talk = chat(input=[{"role": "user", "content": "Go."}, *FOREIGN_ITEMS])["messages"]
+    calls = [
+        tool_call["function"] for message in talk for tool_call in message.get("tool_calls", ())
+    ]
     assert calls == [
         {"name": "apply_patch", "arguments": '{"input": "*** Begin"}'},
         {"name": "local_shell", "arguments": '{"action": {"type": "exec", "command": ["ls"]}}'},
@@ -111,7 +113,7 @@ def test_what_other_servers_said_ends_no_conversation() -> None:
     assert talk[-1] == {"role": "assistant", "content": "So no."}
 
 
-def test_a_file_of_text_is_read() -> None:
+def test_text_file_becomes_text() -> None:
     data = "data:text/plain;base64,SMOkZmVu"
     file = {"type": "input_file", "filename": "a.txt", "file_data": data}
     (message,) = chat(input=[{"role": "user", "content": [file]}])["messages"]
@@ -131,7 +133,7 @@ def test_a_file_of_text_is_read() -> None:
         ({"type": "input_audio", "input_audio": {}}, "input_audio"),
     ],
 )
-def test_parts_that_no_model_reads_are_named(part: dict[str, Any], name: str) -> None:
+def test_unreadable_part_is_named_in_a_refusal_or_a_line(part: dict[str, Any], name: str) -> None:
     asked = {"role": "user", "content": [part]}
     output = {"type": "function_call_output", "call_id": "c", "output": [part]}
     for reads_images in (False, True):
@@ -141,14 +143,14 @@ def test_parts_that_no_model_reads_are_named(part: dict[str, Any], name: str) ->
         assert message["content"][0]["text"].startswith(f"[{name}, not shown: ")
 
 
-def test_tools_that_must_not_be_called_are_not_shown() -> None:
+def test_only_tool_choice_none_is_passed_on() -> None:
     assert chat(tool_choice="none")["tool_choice"] == "none"
     for choice in ("auto", "required", {"type": "function", "name": "look"}, None):
         assert "tool_choice" not in chat(tool_choice=choice)
 
 
 @given(mutated(RESPONSES))
-def test_a_wrong_body_is_refused_with_a_sentence(body: dict[str, Any]) -> None:
+def test_mutated_body_is_parsed_or_refused_with_an_explanation(body: dict[str, Any]) -> None:
     try:
         request = ResponsesAPI().parse(body, Headers())
     except RequestRefused as error:
@@ -162,8 +164,7 @@ def reply_to(**body: Any) -> ResponsesReply:
 
 
 @given(DELTAS, st.booleans())
-def test_events_put_together_are_the_reply(deltas: list[Delta], encrypts: bool) -> None:
-    """The events of a stream add up to the reply of a request without streaming."""
+def test_stream_events_add_up_to_the_whole_reply(deltas: list[Delta], encrypts: bool) -> None:
     include = ["reasoning.encrypted_content"] if encrypts else None
     reply = reply_to(include=include)
     events = reply.begin(10, 7)
@@ -193,13 +194,13 @@ def test_events_put_together_are_the_reply(deltas: list[Delta], encrypts: bool) 
         text = item["arguments"] if "arguments" in item else item["content"][0]["text"]
         assert text == texts[index] and text.strip()
         assert ("encrypted_content" in item) == (encrypts and item["type"] == "reasoning")
-    said = [item["content"][0]["text"] for item in items if item["type"] == "message"]
-    assert reply.content == "".join(said)
+    message_texts = [item["content"][0]["text"] for item in items if item["type"] == "message"]
+    assert reply.content == "".join(message_texts)
 
 
 @given(DELTAS)
-def test_what_is_sent_back_is_the_reply(deltas: list[Delta]) -> None:
-    """With the content or with the "encrypted" content: the same message of a chat."""
+def test_output_sent_back_as_input_becomes_the_replys_message(deltas: list[Delta]) -> None:
+    """Reasoning as text and reasoning as "encrypted" content give the same message."""
     reply = reply_to(include=["reasoning.encrypted_content"])
     for delta in deltas:
         reply.add(*delta)
@@ -214,18 +215,18 @@ def test_what_is_sent_back_is_the_reply(deltas: list[Delta]) -> None:
     assert ResponsesAPI().parse({"input": output}, Headers()).fields["messages"] == talk
     (message,) = talk
     assert message["content"] == reply.content
-    calls = [one for delta in deltas for one in delta[2]]
+    calls = [tool_call for delta in deltas for tool_call in delta[2]]
     assert message.get("tool_calls", []) == calls
 
 
-def test_a_call_in_a_namespace_has_the_name_that_the_client_knows() -> None:
+def test_call_in_a_namespace_has_the_clients_names() -> None:
     reply = reply_to()
     reply.add("", "", [call("sea__sail", {})])
     item = reply.whole()["output"][0]
     assert (item["namespace"], item["name"], item["call_id"]) == ("sea", "sail", "1")
 
 
-def test_ends() -> None:
+def test_last_event_reports_truncation_usage_or_failure() -> None:
     reply = reply_to()
     assert reply.end("length", None, USAGE)[-1]["type"] == "response.incomplete"
     assert reply.whole()["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -244,6 +245,6 @@ def test_ends() -> None:
 @pytest.mark.parametrize(
     ("status", "kind"), [(400, "invalid_request_error"), (503, "server_error")]
 )
-def test_errors(status: int, kind: str) -> None:
+def test_error_type_follows_from_the_status(status: int, kind: str) -> None:
     error = ResponsesAPI().error(status, "Why.", None)["error"]
     assert error == {"message": "Why.", "type": kind, "param": None, "code": None}

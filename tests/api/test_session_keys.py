@@ -42,7 +42,7 @@ CASES: dict[str, tuple[dict[str, str], dict[str, Any], str | None]] = {
     "user_id as json": ({}, {"metadata": {"user_id": '{"session_id": "j", "u": 1}'}}, "j"),
     "user_id with suffix": ({}, {"metadata": {"user_id": f"user_1_account__session_{UUID}"}}, UUID),
     "user_id nested too deeply": ({}, {"metadata": {"user_id": "[" * 100_000}}, None),
-    "a person": (
+    "a person's id": (
         {},
         {"user": "ada", "safety_identifier": "ada", "metadata": {"user_id": "a"}},
         None,
@@ -52,12 +52,12 @@ CASES: dict[str, tuple[dict[str, str], dict[str, Any], str | None]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_sources(case: str) -> None:
+def test_session_key_of_each_source(case: str) -> None:
     sent, body, expected = CASES[case]
     assert session_key(headers(sent), body) == expected
 
 
-def test_order() -> None:
+def test_sources_of_session_keys_have_an_order() -> None:
     """Without the source that wins, the next source wins."""
     sent = {
         "X-Session-ID": "1",
@@ -88,29 +88,29 @@ def test_order() -> None:
     assert list(dict.fromkeys(seen)) == ["1", "2/main", "3", *map(str, range(4, 12))]
 
 
-def test_a_namespace_is_what_the_client_names() -> None:
+def test_namespace_is_the_value_of_the_clients_header() -> None:
     assert namespace(headers({}), by_key=False) == ""
     assert namespace(headers({"Authorization": "Bearer a"}), by_key=False) == ""
     assert namespace(headers({"X-KVPersist-Namespace": "team"}), by_key=False) == "team"
 
 
-def test_a_namespace_by_key_opens_for_its_key_only() -> None:
+def test_namespace_by_key_cannot_be_reached_with_another_key() -> None:
     keys = [{"Authorization": "Bearer a"}, {"Authorization": "Bearer b"}, {"x-api-key": "a"}, {}]
     names = ["", "team", "key", "a"]
-    found = {
+    namespaces = {
         namespace(headers({**key, "X-KVPersist-Namespace": name}), by_key=True)
         for key in keys
         for name in names
     }
-    assert len(found) == len(keys) * len(names)
-    for shown in found:
-        assert "Bearer" not in shown
+    assert len(namespaces) == len(keys) * len(names)
+    for hashed in namespaces:
+        assert "Bearer" not in hashed
         for key in keys:
-            sent = {**key, "X-KVPersist-Namespace": shown}
-            assert namespace(headers(sent), by_key=True) not in found
+            sent = {**key, "X-KVPersist-Namespace": hashed}
+            assert namespace(headers(sent), by_key=True) not in namespaces
 
 
-def test_long_names_are_hashed_at_the_edge() -> None:
+def test_long_or_invalid_names_are_hashed() -> None:
     for name in ("x" * 257, "x" * 8_000_000, "é" * 200, "\ud800"):
         key = session_key(headers({}), {"session_id": name})
         assert key is not None and len(key.encode()) <= 256 and key.startswith("digest-")
@@ -120,33 +120,33 @@ def test_long_names_are_hashed_at_the_edge() -> None:
     assert len(long) < 64
 
 
-def test_unnamed_requests_share_no_namespace() -> None:
+def test_unshared_namespaces_are_all_different() -> None:
     assert len({unshared("team") for _ in range(100)}) == 100
 
 
 @pytest.mark.parametrize("user_id", ["123", "null", "[]", '["session_id"]', '{"session_id": 5}'])
-def test_a_user_id_that_names_no_session(user_id: str) -> None:
+def test_user_id_without_a_session_id_gives_no_key(user_id: str) -> None:
     assert session_key(Message(), {"metadata": {"user_id": user_id}}) is None
 
 
 @pytest.mark.parametrize(
-    ("values", "kept"),
+    ("values", "expected"),
     [([], True), (["yes"], True), (["no"], False), ([" No "], False), (["yes", "no"], False)],
 )
-def test_whether_a_request_is_kept(values: list[str], kept: bool) -> None:
+def test_request_is_kept_unless_a_header_says_no(values: list[str], expected: bool) -> None:
     sent = Message()
     for value in values:
         sent["X-KVPersist-Keep"] = value
-    assert is_kept(sent) is kept
+    assert is_kept(sent) is expected
 
 
 @pytest.mark.parametrize("value", ["", "false", "no, no", "0"])
-def test_only_yes_and_no_say_whether_a_request_is_kept(value: str) -> None:
+def test_other_values_of_the_keep_header_are_refused(value: str) -> None:
     with pytest.raises(RequestRefused, match=r"X-KVPersist-Keep is .*, expected yes or no"):
         is_kept(headers({"X-KVPersist-Keep": value}))
 
 
-def test_what_people_know_a_conversation_by() -> None:
+def test_note_has_the_client_and_the_users_first_words() -> None:
     headers = Message()
     assert note(headers, []) == {}
     headers["User-Agent"] = "claude-cli/2.0.14 (external, cli)"

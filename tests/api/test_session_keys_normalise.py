@@ -20,7 +20,7 @@ def text(value: str, **more: Any) -> dict[str, Any]:
     return {"type": "text", "text": value, **more}
 
 
-def test_the_billing_line_goes() -> None:
+def test_billing_line_of_the_system_message_is_removed() -> None:
     user = {"role": "user", "content": "hi"}
     as_string = {"role": "system", "content": f"{LINE}\nYou are a tool."}
     assert normalised([as_string, user])[0]["content"] == "You are a tool."
@@ -43,14 +43,14 @@ def test_the_billing_line_goes() -> None:
         {"role": "assistant", "content": None, "tool_calls": [{"function": {"arguments": "{}"}}]},
     ],
 )
-def test_what_somebody_wrote_stays(message: dict[str, Any]) -> None:
+def test_other_text_is_unchanged(message: dict[str, Any]) -> None:
     assert normalised([message]) == [message]
     # The text also stays after a system message.
     system = {"role": "system", "content": "s"}
     assert normalised([system, message]) == [system, message]
 
 
-def test_cache_control_goes_where_the_api_has_it() -> None:
+def test_cache_control_is_removed_except_in_schemas() -> None:
     mark = {"cache_control": {"type": "ephemeral"}}
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": [text("a", **mark), text("b")]},
@@ -71,7 +71,7 @@ def test_cache_control_goes_where_the_api_has_it() -> None:
     )
 
 
-def test_a_single_text_part_is_that_text() -> None:
+def test_single_text_part_becomes_a_string() -> None:
     assert normalised([{"role": "user", "content": [text(" a ")]}]) == [
         {"role": "user", "content": " a "}
     ]
@@ -80,7 +80,7 @@ def test_a_single_text_part_is_that_text() -> None:
 
 
 @pytest.mark.parametrize("tools", [None, 0.5, "look", {"cache_control": 1}, [5, None]])
-def test_tools_of_a_wrong_form_are_left_to_the_template(tools: Any) -> None:
+def test_malformed_tools_are_unchanged(tools: Any) -> None:
     messages: list[dict[str, Any]] = [{"role": "user", "content": "x", "cache_control": 1}]
     before = copy.deepcopy(tools)
     normalise(messages, tools)

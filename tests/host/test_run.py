@@ -119,7 +119,7 @@ def test_exception_of_stock_is_raised_after_the_shutdown_hook(
         ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
     ],
 )
-def test_limit_of_open_files_is_raised_to_at_most_4096(
+def test_soft_limit_of_open_files_is_raised_within_the_hard_limit(
     monkeypatch: pytest.MonkeyPatch, before: tuple[int, int], after: tuple[int, int] | None
 ) -> None:
     limits: list[tuple[int, int]] = []
