@@ -109,15 +109,15 @@ def test_generate_answers_404_if_the_agent_is_deleted_during_parsing(
             return super().get(name, default)
 
     service.call("POST", "/v1/agents", {"id": "a"})
-    asked = {"messages": [Slow(role="user", content="x")]}
-    status, answer = service.call("POST", "/v1/agents/a/generate", asked)
+    sent_body = {"messages": [Slow(role="user", content="x")]}
+    status, answer = service.call("POST", "/v1/agents/a/generate", sent_body)
     assert (status, answer["error"]["message"]) == (404, "the agent a was deleted")
 
 
 def test_agent_ignores_the_clients_session_header(service: Service) -> None:
     service.call("POST", "/v1/agents", {"id": "a"})
-    asked = {"messages": [{"role": "user", "content": "x"}]}
-    assert service.call("POST", "/v1/agents/a/generate", asked)[0] == 200
+    sent_body = {"messages": [{"role": "user", "content": "x"}]}
+    assert service.call("POST", "/v1/agents/a/generate", sent_body)[0] == 200
     assert service.chat.sessions == [["agent:a"]]
 
 
@@ -147,17 +147,19 @@ def test_agent_limits_apply_per_namespace_and_in_total(
 ) -> None:
     monkeypatch.setattr(agents, "MAX_AGENTS", 2)
     monkeypatch.setattr(agents, "MAX_ALL_AGENTS", 3)
-    asked = [(tenant, name) for tenant in ("Alice", "Bob") for name in "abc"]
-    made = [service.call("POST", "/v1/agents", {"id": name}, tenant) for tenant, name in asked]
-    assert [status for status, _ in made] == [201, 201, 429, 201, 503, 503]
+    agents_to_make = [(tenant, name) for tenant in ("Alice", "Bob") for name in "abc"]
+    answers = [
+        service.call("POST", "/v1/agents", {"id": name}, tenant) for tenant, name in agents_to_make
+    ]
+    assert [status for status, _ in answers] == [201, 201, 429, 201, 503, 503]
 
 
 def test_deletion_frees_a_place_within_the_agent_limit(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agents, "MAX_AGENTS", 2)
-    made = [service.call("POST", "/v1/agents", {"id": name})[0] for name in "abc"]
-    assert made == [201, 201, 429]
+    created = [service.call("POST", "/v1/agents", {"id": name})[0] for name in "abc"]
+    assert created == [201, 201, 429]
     assert service.call("DELETE", "/v1/agents/a")[0] == 204
     assert service.call("POST", "/v1/agents", {"id": "c"})[0] == 201
 

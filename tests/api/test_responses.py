@@ -134,11 +134,11 @@ def test_text_file_becomes_text() -> None:
     ],
 )
 def test_unreadable_part_is_named_in_a_refusal_or_a_line(part: dict[str, Any], name: str) -> None:
-    asked = {"role": "user", "content": [part]}
+    question = {"role": "user", "content": [part]}
     output = {"type": "function_call_output", "call_id": "c", "output": [part]}
     for reads_images in (False, True):
         with pytest.raises(RequestRefused, match=f"has {name}, expected text"):
-            fit_attachments(chat(input=[asked])["messages"], reads_images)
+            fit_attachments(chat(input=[question])["messages"], reads_images)
         (message,) = fit_attachments(chat(input=[output])["messages"], reads_images)
         assert message["content"][0]["text"].startswith(f"[{name}, not shown: ")
 

@@ -1,4 +1,4 @@
-"""Plugins for the tests: recording, failing, wrongly written, and editing its arguments."""
+"""Plugins for the tests: they record calls, fail, edit arguments, or have a wrong hook."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Echo:
         self._lock = Lock()
 
     def record(self, *call: Any) -> None:
-        with self._lock:  # hooks of several threads write one file
+        with self._lock:  # hooks of several threads write the same file
             self.calls.append(list(call))
             if self.path is not None:
                 self.path.write_text(json.dumps(self.calls), encoding="utf-8")

@@ -383,9 +383,9 @@ def test_refusal_names_the_message_without_a_role(
 
 
 def test_refusal_of_template_arguments_names_no_message(renderers: dict[str, Renderer]) -> None:
-    for asked in ({"chat_template": "{{ raise_exception('never') }}"}, {"tokenize": True}):
+    for arguments in ({"chat_template": "{{ raise_exception('never') }}"}, {"tokenize": True}):
         with pytest.raises(RequestRefused) as refused:
-            renderers["chatml"].prompt({**chat_body([user()]), "chat_template_kwargs": asked})
+            renderers["chatml"].prompt({**chat_body([user()]), "chat_template_kwargs": arguments})
         assert "messages[" not in str(refused.value)
 
 
@@ -399,18 +399,18 @@ def test_final_assistant_message_is_left_open_if_it_is_continued(
 ) -> None:
     begun = [*HISTORIES["a user behind a result"], answer("The answer is")]
     body = as_messages(begun) if api == "messages" else chat_body(begun)
-    asked = {"continue_final_message": True} if api == "chat" else {}
-    text = renderers[shape].text({**body, **asked}, api)
+    options = {"continue_final_message": True} if api == "chat" else {}
+    text = renderers[shape].text({**body, **options}, api)
     assert text.endswith("The answer is")
     assert "<u3>" in text
 
 
 def test_empty_final_assistant_message_starts_a_new_reply(renderers: dict[str, Renderer]) -> None:
-    asked = renderers["llama3"].prompt(chat_body([user()])).ids
+    new_reply = renderers["llama3"].prompt(chat_body([user()])).ids
     begun = [user(), answer("")]
-    assert renderers["llama3"].prompt(as_messages(begun), "messages").ids == asked
+    assert renderers["llama3"].prompt(as_messages(begun), "messages").ids == new_reply
     body = {**chat_body(begun), "continue_final_message": True}
-    assert renderers["llama3"].prompt(body).ids == asked
+    assert renderers["llama3"].prompt(body).ids == new_reply
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_ask_omits_answers_of_none() -> None:
     assert not manager.is_implemented("response_headers")
 
 
-def test_plugins_are_asked_in_the_order_of_the_command_line(entry_points: dict[str, str]) -> None:
+def test_hooks_are_called_in_the_order_of_the_command_line(entry_points: dict[str, str]) -> None:
     loaded = manager.load_plugins(["echo", "module"])
     names = [name for name, _ in loaded.list_name_plugin()]
     assert names.index("module") < names.index("echo")

@@ -109,7 +109,7 @@ def test_stock_paths_are_answered_without_plugin_headers(echo_server: ServerProc
 def test_plugin_that_edits_its_arguments_changes_no_reply(
     environment: Environment, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Its place in the list does not matter: its failures are logged, and the reuse is the same."""
+    """The order of the plugins does not matter. Failures are logged; the reuse is the same."""
     conversations: list[list[str]] = []
     own, editing = "kvpersist", "editing"
     for n, plugins in enumerate(((own,), (editing, own), (own, editing))):
@@ -175,7 +175,7 @@ def test_a_signal_ends_a_server_that_is_generating(
         assert server.terminate(60.0) == 0, server.log
         events.close()
     calls = json.loads(record.read_text())
-    # The reply that was cut off ends on its own thread.
+    # The interrupted reply ends on another thread, and may record `reply_timed` later.
     assert [call for call in calls if call[0] != "reply_timed"][-1] == ["shutdown"]
 
 
@@ -249,7 +249,7 @@ def test_a_port_in_use_ends_the_process_with_one_line(
         (("--model", "no-such/repository"), "--model no-such/repository cannot be loaded (no "),
     ],
 )
-def test_a_bad_command_line_ends_the_process_with_one_line(
+def test_bad_command_line_ends_the_process_without_a_traceback(
     environment: Environment, option: tuple[str, ...], expected_message: str
 ) -> None:
     more = () if option[0] != "--model" else ("--port", str(free_port()))

@@ -206,23 +206,23 @@ def test_parameters_equal_those_of_stocks_handler(
     handler = Stock(json.dumps({"messages": [], **fields}).encode())
     before = set(vars(handler))
     handler.do_POST()
-    read = {name: value for name, value in vars(handler).items() if name not in before}
+    read_by_stock = {name: value for name, value in vars(handler).items() if name not in before}
     for name in ("body", "stream", "request_id", "object_type"):
-        read.pop(name)
-    made = parameters(fields, ARGS)
+        read_by_stock.pop(name)
+    parsed = parameters(fields, ARGS)
     if not answers_wrong_fields():  # 0.31.3 has another default for a sampler that is off
-        made["xtc_threshold"] = read["xtc_threshold"]
-    assert made == read
+        parsed["xtc_threshold"] = read_by_stock["xtc_threshold"]
+    assert parsed == read_by_stock
 
 
 def test_disconnect_before_the_headers_marks_the_client_as_gone(words: WordsServer) -> None:
     """Stock stops a reply only after it has sent the headers."""
-    seen: list[Any] = []
+    requests: list[Any] = []
 
     class Recording:
         @hookimpl
         def request_received(self, request: Any) -> None:
-            seen.append(request)
+            requests.append(request)
 
         @hookimpl
         def response_headers(self) -> list[tuple[str, str]]:
@@ -233,4 +233,4 @@ def test_disconnect_before_the_headers_marks_the_client_as_gone(words: WordsServ
         client_socket, thread = words.connect()
         client_socket.sendall(request(json.dumps({"say": "x", "stream": True}).encode()))
         thread.join(60)
-    assert not thread.is_alive() and [received.client_gone for received in seen] == [True]
+    assert not thread.is_alive() and [received.client_gone for received in requests] == [True]

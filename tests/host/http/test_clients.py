@@ -62,10 +62,10 @@ def test_slow_reader_gets_all_of_a_reply_larger_than_the_buffers() -> None:
             while True:
                 n_filled += client._connection.send(b"0" * 65536)
         client._connection.settimeout(10)  # as http.server does
-        sent, got = [bytes([n]) * (4 << 20) for n in range(3)], list[bytes]()
+        sent, received_parts = [bytes([n]) * (4 << 20) for n in range(3)], list[bytes]()
 
         def read() -> None:
-            got.extend(iter(lambda: client_socket.recv(1 << 16), b""))
+            received_parts.extend(iter(lambda: client_socket.recv(1 << 16), b""))
 
         reader = threading.Timer(0.05, read)
         reader.start()
@@ -73,7 +73,7 @@ def test_slow_reader_gets_all_of_a_reply_larger_than_the_buffers() -> None:
             assert client.write(written) == len(written)
         client._connection.shutdown(socket.SHUT_WR)
         reader.join()
-        assert b"".join(got) == JSON + b"0" * n_filled + b"".join(sent)
+        assert b"".join(received_parts) == JSON + b"0" * n_filled + b"".join(sent)
 
 
 @pytest.mark.parametrize("head", [STREAM, JSON])
@@ -146,8 +146,8 @@ def test_keepalives_of_a_silent_stream_stop_at_end_keepalives(
     with connected() as (client, client_socket):
         client_socket.shutdown(socket.SHUT_WR)
         assert not client.has_left()
-        made = iter([STREAM + b": waiting\n\n", b": prefill\n\n"])
-        client.begin_keepalives(lambda: next(made))
+        keepalives = iter([STREAM + b": waiting\n\n", b": prefill\n\n"])
+        client.begin_keepalives(lambda: next(keepalives))
         client.keep_alive()
         client.keep_alive()
         client.write(EVENTS[0])
