@@ -19,7 +19,7 @@ VOCAB = 97
 N_HEADS, K_DIM, V_DIM = 2, 64, 32
 
 
-def _lively(model: Any, seed: int) -> Any:
+def _with_large_weights(model: Any, seed: int) -> Any:
     """Give `model` random weights so large that attention decides the next token."""
     keys = iter(mx.random.split(mx.random.key(seed), 200))
 
@@ -48,7 +48,7 @@ def tiny_llama(seed: int = 0, head_dim: int = 64, n_layers: int = 2) -> Any:
         vocab_size=VOCAB,
         tie_word_embeddings=False,
     )
-    return _lively(llama.Model(args), seed)
+    return _with_large_weights(llama.Model(args), seed)
 
 
 def tiny_qwen3(seed: int = 0, head_dim: int = 64) -> Any:
@@ -66,11 +66,11 @@ def tiny_qwen3(seed: int = 0, head_dim: int = 64) -> Any:
         max_position_embeddings=512,
         tie_word_embeddings=False,
     )
-    return _lively(qwen3.Model(args), seed)
+    return _with_large_weights(qwen3.Model(args), seed)
 
 
 def tiny_deepseek_v2(seed: int = 0) -> Any:
-    """Keys of 64 numbers a head, and values of 32."""
+    """A model with keys of 64 numbers per head, and values of 32."""
     args = deepseek_v2.ModelArgs(
         vocab_size=VOCAB,
         hidden_size=64,
@@ -92,11 +92,11 @@ def tiny_deepseek_v2(seed: int = 0) -> Any:
             "mscale_all_dim": 1.0,
         },
     )
-    return _lively(deepseek_v2.Model(args), seed)
+    return _with_large_weights(deepseek_v2.Model(args), seed)
 
 
 def tiny_gemma3() -> Any:
-    """A model some of whose layers keep a RotatingKVCache."""
+    """A model with a RotatingKVCache in one of two layers."""
     args = gemma3_text.ModelArgs(
         model_type="gemma3_text",
         hidden_size=64,
@@ -109,7 +109,7 @@ def tiny_gemma3() -> Any:
         sliding_window=16,
         sliding_window_pattern=2,
     )
-    return _lively(gemma3_text.Model(args), 0)
+    return _with_large_weights(gemma3_text.Model(args), 0)
 
 
 ARCHITECTURES: dict[str, Callable[[], Any]] = {
@@ -145,7 +145,7 @@ def random_kv(
 
 
 def rounded(x: mx.array, group_size: int, bits: int) -> mx.array:
-    """Return `x` as MLX rounds it; scales and biases have 16 bits."""
+    """Return `x` quantized and dequantized by MLX, with scales and biases of 16 bits."""
     weights, scales, biases = mx.quantize(x, group_size=group_size, bits=bits)
     if x.dtype == mx.float32:
         scales, biases = (y.astype(mx.bfloat16).astype(mx.float32) for y in (scales, biases))
@@ -161,13 +161,13 @@ def same_packed(a: Packed | mx.array, b: Packed | mx.array) -> bool:
 
 
 def packed_tokens(cache: Any, start: int, stop: int) -> tuple[Any, Any]:
-    """Keys and values of tokens [start, stop), as in a quantized cache of one sequence."""
+    """Return the keys and values of tokens [start, stop) as a cache of one sequence has them."""
     return kind_of(cache).tokens(cache, start, stop)
 
 
 def address(array: mx.array) -> int:
-    """Return where an evaluated array begins in memory."""
+    """Evaluate an array and return its memory address."""
     mx.eval(array)
-    seen = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array  # numpy has no bfloat16
-    mx.eval(seen)
-    return int(np.asarray(seen).__array_interface__["data"][0])
+    view = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array  # numpy has no bfloat16
+    mx.eval(view)
+    return int(np.asarray(view).__array_interface__["data"][0])

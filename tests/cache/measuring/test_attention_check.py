@@ -1,4 +1,4 @@
-"""Attention that is wrong on this device is noticed, and never chosen."""
+"""Wrong attention on this device is detected and never chosen."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from tests.support.pairs import every_pair
 
 from ..conftest import tiny_gemma3
 
-KEPT = PrecisionChoice(8, 4, rotated=True)
+QUANTIZED = PrecisionChoice(8, 4, rotated=True)
 SHAPE = AttentionShape(4, 1, 64, 64)
 
 
 class Layers(nn.Module):  # type: ignore[misc]
-    """Layers of attention over one key head, each with as many query heads as `n_q_heads` says."""
+    """Attention layers with one key head; `n_q_heads` has the query heads of each layer."""
 
     def __init__(self, *n_q_heads: int, takes_packed: bool = True) -> None:
         super().__init__()
@@ -57,37 +57,37 @@ class Layers(nn.Module):  # type: ignore[misc]
         return x
 
 
-def planned(
+def plan_of(
     choice: Strategy | Literal["auto"] = "auto", model: Layers | None = None, packed: bool = True
 ) -> AttentionPlan:
-    """Return the plan of a model whose layers are one group."""
+    """Return the plan of a model with one group of layers."""
     model = model or Layers(4, 4)
-    spec = plan_attention(model, probe_model(model, KEPT), choice, packed)
+    spec = plan_attention(model, probe_model(model, QUANTIZED), choice, packed)
     assert [slot.plan for slot in spec.make_cache()] == [spec.plans["0"]] * 2
     return spec.plans["0"]
 
 
-def by_policy(on: Backend = "cpu") -> AttentionPlan:
-    return plan_by_policy(SHAPE, KVPrecision.of(8, 64).keys, on)
+def policy_plan(backend: Backend = "cpu") -> AttentionPlan:
+    return plan_by_policy(SHAPE, KVPrecision.of(8, 64).keys, backend)
 
 
 DEQUANTIZES = AttentionPlan(can_take_packed=True)
 
 
 @pytest.fixture(params=["cpu", "metal"])
-def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
-    """The backend whose cases are tried, without the largest."""
+def checked_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
+    """A backend, whose attention is checked without the largest cases."""
     backend: Backend = request.param
-    computed_on(backend, monkeypatch)
+    use_small_cases_of(backend, monkeypatch)
     return backend
 
 
-def computed_on(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def use_small_cases_of(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_check, "backend", lambda: backend)
     for name in ("_METAL_CASES", "_CUDA_CASES"):
         cases: Any = getattr(attention_check, name)
-        few = {size: counts for size, counts in cases.items() if size[0] < 2000}
-        monkeypatch.setattr(attention_check, name, few)
+        small = {size: counts for size, counts in cases.items() if size[0] < 2000}
+        monkeypatch.setattr(attention_check, name, small)
 
 
 @every_pair(
@@ -95,13 +95,13 @@ def computed_on(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shape=[SHAPE, AttentionShape(3, 1, 96, 64)],
     backend=["cpu", "cuda", "metal"],
 )
-def test_every_strategy_is_right_here(
+def test_every_strategy_matches_plain_arithmetic(
     shape: AttentionShape,
     precision: KVPrecision | str,
     backend: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    computed_on(backend, monkeypatch)
+    use_small_cases_of(backend, monkeypatch)
     given = KVPrecision.of(6, 32, 2) if isinstance(precision, str) else precision
     fitted = given.fitted(shape.k_dim, shape.v_dim)
     wrong = attention_check.wrong_strategies(forced_plan("packed"), shape, fitted, mx.float32)
@@ -111,46 +111,46 @@ def test_every_strategy_is_right_here(
 Product = Callable[..., mx.array]
 
 
-def off_beyond(product: Product, n_keys: int) -> Product:
-    """A product with keys that is wrong beyond a length, as MLX 0.31.2 has on some Macs."""
+def wrong_beyond(product: Product, n_keys: int) -> Product:
+    """Return a product with keys that is wrong for longer keys, as in MLX 0.31.2 on some Macs."""
 
     def multiply(x: mx.array, packed: pk.Packed, *given: Any, transpose: bool) -> mx.array:
-        right = product(x, packed, *given, transpose=transpose)
-        return right * 1.5 if packed[0].shape[2] > n_keys and transpose else right
+        correct = product(x, packed, *given, transpose=transpose)
+        return correct * 1.5 if packed[0].shape[2] > n_keys and transpose else correct
 
     return multiply
 
 
-def off_for_few_rows(product: Product) -> Product:
-    """A product with values that is wrong for two and three rows, as MLX 0.31.2 on some Macs."""
+def wrong_for_few_rows(product: Product) -> Product:
+    """Return a product with values that is wrong for 2 or 3 rows, as in MLX 0.31.2 on some Macs."""
 
     def multiply(x: mx.array, packed: pk.Packed, *given: Any, transpose: bool) -> mx.array:
-        right = product(x, packed, *given, transpose=transpose)
-        return right * 0.5 if not transpose and x.shape[2] in (2, 3) else right
+        correct = product(x, packed, *given, transpose=transpose)
+        return correct * 0.5 if not transpose and x.shape[2] in (2, 3) else correct
 
     return multiply
 
 
-def off_for_odd_scales(product: Product) -> Product:
-    """A product that is wrong if rows of scales are not a multiple of 16 bytes."""
+def wrong_for_unaligned_scales(product: Product) -> Product:
+    """Return a product that is wrong if rows of scales are not a multiple of 16 bytes."""
 
     def multiply(x: mx.array, packed: pk.Packed, *given: Any, transpose: bool) -> mx.array:
-        right = product(x, packed, *given, transpose=transpose)
-        return right + 1.0 if packed[1].shape[2] % 8 == 4 else right
+        correct = product(x, packed, *given, transpose=transpose)
+        return correct + 1.0 if packed[1].shape[2] % 8 == 4 else correct
 
     return multiply
 
 
-def leaves_some_unwritten(product: Product) -> Product:
-    """A product whose first result is right, and later ones have a column of old memory."""
+def with_unwritten_column(product: Product) -> Product:
+    """Return a product whose later results have a column of an earlier result."""
     stale: dict[Any, mx.array] = {}
 
     def multiply(x: mx.array, packed: pk.Packed, *given: Any, transpose: bool) -> mx.array:
-        right = product(x, packed, *given, transpose=transpose)
-        place = (right.shape, transpose)
-        before = stale.get(place, right)
-        stale[place] = right
-        return mx.concatenate([right[..., :-1], before[..., -1:]], axis=-1)
+        correct = product(x, packed, *given, transpose=transpose)
+        key = (correct.shape, transpose)
+        before = stale.get(key, correct)
+        stale[key] = correct
+        return mx.concatenate([correct[..., :-1], before[..., -1:]], axis=-1)
 
     return multiply
 
@@ -158,74 +158,74 @@ def leaves_some_unwritten(product: Product) -> Product:
 FAULTS: dict[str, tuple[str, Any]] = {
     "nan": ("cpu", lambda product: lambda *given, **more: product(*given, **more) * mx.nan),
     "zero": ("cpu", lambda product: lambda *given, **more: product(*given, **more) * 0.0),
-    "memory that nobody wrote": ("cpu", leaves_some_unwritten),
-    "many keys": ("metal", lambda product: off_beyond(product, 1024)),
-    "few rows": ("metal", off_for_few_rows),
-    "alignment": ("cuda", off_for_odd_scales),
+    "unwritten memory": ("cpu", with_unwritten_column),
+    "many keys": ("metal", lambda product: wrong_beyond(product, 1024)),
+    "few rows": ("metal", wrong_for_few_rows),
+    "alignment": ("cuda", wrong_for_unaligned_scales),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_packed_attention_that_is_wrong_is_left_out_and_named(
+def test_wrong_packed_attention_is_excluded_and_logged(
     fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also if it is requested."""
+    """Even if packed attention is requested."""
     backend, broken = FAULTS[fault]
-    computed_on(backend, monkeypatch)
+    use_small_cases_of(backend, monkeypatch)
     monkeypatch.setattr(pk, "matmul", broken(pk.matmul))
     with caplog.at_level(logging.WARNING):
-        assert planned("packed", Layers(1, 1)) == DEQUANTIZES
+        assert plan_of("packed", Layers(1, 1)) == DEQUANTIZES
     assert "packed attention over k8rv4rb64 keys is wrong on" in caplog.text
 
 
-def test_by_the_policy_too_all_dequantize_where_packed_attention_is_wrong(
+def test_policy_dequantizes_if_packed_attention_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert planned() == by_policy() != DEQUANTIZES
-    monkeypatch.setattr(pk, "matmul", off_beyond(pk.matmul, 10))
-    assert planned() == DEQUANTIZES
+    assert plan_of() == policy_plan() != DEQUANTIZES
+    monkeypatch.setattr(pk, "matmul", wrong_beyond(pk.matmul, 10))
+    assert plan_of() == DEQUANTIZES
 
 
 @pytest.mark.parametrize("is_wrong", [lambda n: n % 4 != 0, lambda n: n % 128 == 0])
 @pytest.mark.parametrize("backend", ["cuda", "metal"])
-def test_each_kind_of_number_of_keys_is_tried_on_a_gpu(
+def test_gpu_check_detects_kernels_that_fail_for_some_key_counts(
     backend: str, is_wrong: Callable[[int], bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """MLX takes other kernels for multiples of 4, of 128, and for all other numbers."""
+    """MLX has different kernels for multiples of 4, for multiples of 128, and for other numbers."""
     product = pk.matmul
 
     def multiply(x: mx.array, packed: pk.Packed, *given: Any, transpose: bool) -> mx.array:
-        right = product(x, packed, *given, transpose=transpose)
-        return right * 1.5 if transpose and is_wrong(packed[0].shape[2]) else right
+        correct = product(x, packed, *given, transpose=transpose)
+        return correct * 1.5 if transpose and is_wrong(packed[0].shape[2]) else correct
 
-    computed_on(backend, monkeypatch)
+    use_small_cases_of(backend, monkeypatch)
     monkeypatch.setattr(pk, "matmul", multiply)
-    assert planned("packed") == DEQUANTIZES
+    assert plan_of("packed") == DEQUANTIZES
 
 
 @pytest.mark.parametrize("n_keys", [301, 1037, 33_000])
-def test_a_fault_of_the_fused_kernel_is_found_at_each_length_that_metal_distinguishes(
+def test_metal_check_detects_fused_kernel_faults_in_each_length_range(
     n_keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fused = mx.fast.scaled_dot_product_attention
 
-    def off(queries: mx.array, keys: mx.array, *others: Any, **more: Any) -> mx.array:
+    def wrong_for_n_keys(queries: mx.array, keys: mx.array, *others: Any, **more: Any) -> mx.array:
         return fused(queries, keys, *others, **more) * (2 if keys.shape[2] == n_keys else 1)
 
     monkeypatch.setattr(attention_check, "backend", lambda: "metal")
     counts = {size: counts[:1] for size, counts in attention_check._METAL_CASES.items()}
     monkeypatch.setattr(attention_check, "_METAL_CASES", counts)
-    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", off)
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", wrong_for_n_keys)
     with pytest.raises(ModelNotSupported):
-        planned("dequantize")
+        plan_of("dequantize")
 
 
-def test_cuda_computes_no_packed_product_unless_it_is_asked_for(
+def test_cuda_check_runs_packed_products_only_if_requested(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each kernel is compiled when it is first used, which takes seconds."""
+    """Each kernel is compiled at its first use, which takes seconds."""
     model = Layers(4, 4)
-    spec = probe_model(model, KEPT)
+    spec = probe_model(model, QUANTIZED)
     attend, product = mx.fast.scaled_dot_product_attention, pk.matmul
     queries_of: dict[str, list[int]] = {"fused": [], "packed": []}
 
@@ -237,62 +237,62 @@ def test_cuda_computes_no_packed_product_unless_it_is_asked_for(
         queries_of["packed"].append(x.shape[2])
         return product(x, *given, **more)
 
-    computed_on("cuda", monkeypatch)
+    use_small_cases_of("cuda", monkeypatch)
     monkeypatch.setattr(attention, "backend", lambda: "cuda")
     monkeypatch.setattr(attention, "builds_for_each_length", lambda: True)
     monkeypatch.setattr(attention_check, "packed_shapes", lambda *given: [SHAPE] * 2)
     monkeypatch.setattr(pk, "matmul", multiplied)
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", fused)
     assert plan_attention(model, spec).plans == {"0": DEQUANTIZES}
-    # Each case runs over NaN first; a step also with two rows.
+    # Each case first runs over NaN. A decoding step also runs with two rows.
     assert queries_of == {"fused": [1, 1, 1, 1, 4, 4], "packed": []}
     assert plan_attention(model, spec, "packed").plans == {"0": forced_plan("packed")}
     assert queries_of["packed"]
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_a_device_that_dequantizes_wrongly_keeps_nothing(
-    packed: bool, on: Backend, monkeypatch: pytest.MonkeyPatch
+def test_wrong_dequantizing_attention_refuses_the_model(
+    packed: bool, checked_backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if the model takes no packed keys."""
+    """Even if the model takes no packed keys."""
     fused = mx.fast.scaled_dot_product_attention
     monkeypatch.setattr(
         mx.fast, "scaled_dot_product_attention", lambda *given, **more: fused(*given, **more) * 2
     )
     with pytest.raises(ModelNotSupported, match="dequantizing attention over k8rv4rb64 keys is"):
-        planned(packed=packed)
+        plan_of(packed=packed)
 
 
-def test_a_probe_leaves_the_random_numbers_of_others_alone() -> None:
+def test_attention_check_preserves_the_random_state() -> None:
     mx.random.seed(3)
     expected = mx.random.uniform()
     mx.random.seed(3)
-    planned()
+    plan_of()
     assert mx.random.uniform().item() == expected.item()
 
 
-def test_groups_that_are_alike_are_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_with_equal_shapes_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Layers(4, 4, 2)
-    spec = probe_model(model, KEPT)
+    spec = probe_model(model, QUANTIZED)
     (group,) = spec.groups
-    parts = [replace(group, name=str(slot), slots=(slot,)) for slot in group.slots]
-    probed = []
+    groups = [replace(group, name=str(slot), slots=(slot,)) for slot in group.slots]
+    checked_shapes = []
     layer = attention_check._Layer
 
-    def noted(shape: AttentionShape, *given: Any) -> Any:
-        probed.append(shape)
+    def recorded_layer(shape: AttentionShape, *given: Any) -> Any:
+        checked_shapes.append(shape)
         return layer(shape, *given)
 
-    monkeypatch.setattr(attention_check, "_Layer", noted)
-    found = plan_attention(model, replace(spec, groups=tuple(parts)))
+    monkeypatch.setattr(attention_check, "_Layer", recorded_layer)
+    found = plan_attention(model, replace(spec, groups=tuple(groups)))
     assert list(found.plans) == ["0", "1", "2"] and len(set(found.plans.values())) == 1
-    assert probed == [SHAPE, AttentionShape(2, 1, 64, 64)]
+    assert checked_shapes == [SHAPE, AttentionShape(2, 1, 64, 64)]
 
 
-def test_the_processes_of_a_model_agree_once_and_plan_alike() -> None:
+def test_ranks_exchange_results_once_and_get_equal_plans() -> None:
     model = Layers(4, 4)
-    spec = probe_model(model, KEPT)
-    for n_right_elsewhere, expected in ((2, by_policy()), (1, DEQUANTIZES)):
+    spec = probe_model(model, QUANTIZED)
+    for n_right_elsewhere, expected in ((2, policy_plan()), (1, DEQUANTIZES)):
         numbers: list[int] = []
 
         def least(n_right: int, others: int = n_right_elsewhere, sent: list[int] = numbers) -> int:
@@ -323,18 +323,18 @@ def test_every_quantized_group_has_the_plan_of_its_shape() -> None:
         (Layers(4, 2), True),
         (Layers(4, 4), False),
     ],
-    ids=["plain-only", "unlike-layers", "by-its-architecture"],
+    ids=["no-packed-keys", "unequal-layers", "excluded-architecture"],
 )
 def test_models_that_need_plain_keys_dequantize(
     model: Layers, packed: bool, choice: Literal["auto", "packed"]
 ) -> None:
-    """So do layers of one group that attend in several ways."""
-    assert planned(choice, model, packed) == AttentionPlan()
+    """Layers of one group with different attention also dequantize."""
+    assert plan_of(choice, model, packed) == AttentionPlan()
 
 
 @pytest.mark.parametrize("choice", ["dequantize", "packed", "tiled"])
-def test_a_strategy_that_is_asked_for_overrides_the_policy(choice: Strategy) -> None:
-    assert planned(choice) == forced_plan(choice)
+def test_requested_strategy_overrides_the_policy(choice: Strategy) -> None:
+    assert plan_of(choice) == forced_plan(choice)
 
 
 def test_layers_in_full_precision_have_no_plan() -> None:

@@ -36,15 +36,17 @@ def spec(model: Any) -> ModelCacheSpec:
 
 
 @pytest.fixture(scope="module")
-def own(model: Any) -> ModelCacheSpec:
+def own_spec(model: Any) -> ModelCacheSpec:
     return probe_model(model, PrecisionChoice(FULL_BITS, FULL_BITS))
 
 
-def read(model: Any, own: list[Any], other: list[Any], ids: list[int] = IDS) -> Predictions:
+def predictions_of(
+    model: Any, own_caches: list[Any], other_caches: list[Any], ids: list[int] = IDS
+) -> Predictions:
     whole = Predictions()
     for start in range(0, len(ids) - 1, AT_ONCE):
-        some = ids[start : start + AT_ONCE + 1]
-        whole.add(compared(model, some, own, {"other": other})["other"])
+        chunk = ids[start : start + AT_ONCE + 1]
+        whole.add(compared(model, chunk, own_caches, {"other": other_caches})["other"])
     return whole
 
 
@@ -56,17 +58,17 @@ def on_grid(model: Any, caches: list[Any]) -> mx.array:
     return logits
 
 
-def test_the_models_own_precision_does_not_diverge(model: Any, own: ModelCacheSpec) -> None:
-    found = read(model, own.make_cache(), own.make_cache())
+def test_full_precision_does_not_diverge_from_itself(model: Any, own_spec: ModelCacheSpec) -> None:
+    found = predictions_of(model, own_spec.make_cache(), own_spec.make_cache())
     assert max(map(abs, [*found.divergence, *found.above])) < 1e-6 and all(found.same)
     assert vars(found.own) == {**vars(found), "divergence": [0.0] * 302, "above": [0.0] * 302}
 
 
-def test_predictions_are_those_of_the_definition(
-    model: Any, spec: ModelCacheSpec, own: ModelCacheSpec
+def test_divergence_and_loss_match_their_definitions(
+    model: Any, spec: ModelCacheSpec, own_spec: ModelCacheSpec
 ) -> None:
-    found = read(model, own.make_cache(), spec.make_cache())
-    p, q = (mx.softmax(on_grid(model, s.make_cache())[:-1], axis=-1) for s in (own, spec))
+    found = predictions_of(model, own_spec.make_cache(), spec.make_cache())
+    p, q = (mx.softmax(on_grid(model, s.make_cache())[:-1], axis=-1) for s in (own_spec, spec))
     expected = (p * mx.log(p / q)).sum(axis=-1)
     assert mx.allclose(mx.array(found.divergence), expected, rtol=0.05, atol=1e-5)
     targets = mx.array(IDS[1:])[:, None]
@@ -79,47 +81,49 @@ def test_predictions_are_those_of_the_definition(
     assert max(found.divergence[:256]) < 1e-5 < 1e-4 < min(found.divergence[256:])
 
 
-def test_masked_logits_are_compared(model: Any, spec: ModelCacheSpec, own: ModelCacheSpec) -> None:
+def test_divergence_is_finite_with_masked_logits(
+    model: Any, spec: ModelCacheSpec, own_spec: ModelCacheSpec
+) -> None:
     """Some models mask tokens with -inf."""
 
     def masked(ids: mx.array, cache: Any) -> mx.array:
         logits = model(ids, cache=cache)
         return mx.where(mx.arange(logits.shape[-1]) < 5, -math.inf, logits)
 
-    found = read(masked, own.make_cache(), spec.make_cache())
+    found = predictions_of(masked, own_spec.make_cache(), spec.make_cache())
     assert math.isfinite(found.divergence_nats.value) and 0 < found.divergence_nats.value
 
 
-def at_random(ids: mx.array, cache: Any) -> mx.array:
-    """Stands for a model of 200 tokens."""
+def random_logits(ids: mx.array, cache: Any) -> mx.array:
+    """Stand in for a model: return random logits over 200 tokens."""
     return mx.random.normal((1, ids.shape[1], 200), key=mx.random.key(ids.shape[1] + cache[0]))
 
 
-def test_a_large_vocabulary_is_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparing_in_parts_gives_the_same_predictions(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = [i % 200 for i in range(300)]
-    whole = read(at_random, [1], [2], ids)
+    whole = predictions_of(random_logits, [1], [2], ids)
     monkeypatch.setattr(divergence_of, "_MOST_BYTES", 4 * 200 * 7)
-    parts = read(at_random, [1], [2], ids)
+    parts = predictions_of(random_logits, [1], [2], ids)
     assert len(whole.nll) == 299
     for name, values in vars(whole).items():
         assert getattr(parts, name) == pytest.approx(values, rel=1e-4)
 
 
-def test_means_and_their_errors() -> None:
+def test_means_errors_and_p99_match_their_definitions() -> None:
     rng = random.Random(3)
     nll, above, nats = ([rng.gauss(mean, 0.3) for _ in range(400)] for mean in (2, 0.01, 0.1))
-    read = Predictions(nll, above, nats, [True] * 300 + [False] * 100)
+    predictions = Predictions(nll, above, nats, [True] * 300 + [False] * 100)
     mean, error = statistics.fmean(above), statistics.pstdev(above) / 20
-    assert read.perplexity.value == pytest.approx(math.exp(statistics.fmean(nll)))
-    assert read.perplexity_rise.value == pytest.approx(math.exp(mean) - 1)
-    assert read.perplexity_rise.error == pytest.approx(math.exp(mean) * error)
-    assert read.divergence_nats.value == pytest.approx(statistics.fmean(nats))
-    assert read.divergence_nats.error == pytest.approx(statistics.pstdev(nats) / 20)
-    assert sum(one > read.divergence_p99_nats for one in nats) == 4
-    assert read.agreement.value == 0.75
-    assert read.agreement.error == pytest.approx(math.sqrt(0.75 * 0.25 / 400))
+    assert predictions.perplexity.value == pytest.approx(math.exp(statistics.fmean(nll)))
+    assert predictions.perplexity_rise.value == pytest.approx(math.exp(mean) - 1)
+    assert predictions.perplexity_rise.error == pytest.approx(math.exp(mean) * error)
+    assert predictions.divergence_nats.value == pytest.approx(statistics.fmean(nats))
+    assert predictions.divergence_nats.error == pytest.approx(statistics.pstdev(nats) / 20)
+    assert sum(n > predictions.divergence_p99_nats for n in nats) == 4
+    assert predictions.agreement.value == 0.75
+    assert predictions.agreement.error == pytest.approx(math.sqrt(0.75 * 0.25 / 400))
 
 
-def test_parts_beyond_what_was_predicted_do_not_count() -> None:
+def test_part_means_skip_parts_beyond_the_predictions() -> None:
     places = {"one": range(2, 4), "two": range(4, 6), "three": range(6, 9)}
     assert part_means([9.0, 9.0, 1.0, 3.0, 5.0], places) == {"one": 2.0, "two": 5.0}

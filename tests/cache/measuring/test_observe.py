@@ -33,19 +33,19 @@ def quantized() -> list[Any]:
 
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
 @pytest.mark.parametrize("patch", [nullcontext, server_attention], ids=["stock", "patched"])
-def test_shapes_of_models_that_attend_over_packed_keys(
+def test_packed_shapes_match_the_architecture(
     architecture: str, patch: Callable[[], AbstractContextManager[None]]
 ) -> None:
     model = ARCHITECTURES[architecture]()
-    made = lambda: [quantized()[0] for _ in model.layers]  # noqa: E731
+    make_quantized = lambda: [quantized()[0] for _ in model.layers]  # noqa: E731
     with patch():
         before = vars(base).copy()
-        assert packed_shapes(model, made, [0, 1]) == [SHAPES[architecture]] * 2
-        assert packed_shapes(model, made, [1]) == [None, SHAPES[architecture]]
+        assert packed_shapes(model, make_quantized, [0, 1]) == [SHAPES[architecture]] * 2
+        assert packed_shapes(model, make_quantized, [1]) == [None, SHAPES[architecture]]
         assert vars(base) == before
 
 
-def test_layers_of_which_some_are_ours() -> None:
+def test_only_requested_quantized_layers_have_shapes() -> None:
     model = tiny_gemma3()
 
     def make_caches() -> list[Any]:
@@ -59,7 +59,7 @@ def test_layers_of_which_some_are_ours() -> None:
 
 
 class OneLayer:
-    """Stands for a model: one layer that calls `attend` on its cache."""
+    """A stand-in for a model: one layer that calls `attend` on its cache."""
 
     def __init__(self, attend: Callable[[Any, Any, Any, mx.array], mx.array]) -> None:
         self.attend = attend
@@ -70,7 +70,7 @@ class OneLayer:
         return self.attend(cache[0], keys, values, mx.ones((1, 4, n, 64)))
 
 
-def by_the_host(cache: Any, keys: Any, values: Any, queries: mx.array) -> mx.array:
+def host_attention(cache: Any, keys: Any, values: Any, queries: mx.array) -> mx.array:
     out: mx.array = base.scaled_dot_product_attention(queries, keys, values, cache, 0.1, "causal")
     return out
 
@@ -82,36 +82,36 @@ def with_sinks(cache: Any, keys: Any, values: Any, queries: mx.array) -> mx.arra
     return out
 
 
-def alone(cache: Any, keys: Any, values: Any, queries: mx.array) -> mx.array:
+def own_attention(cache: Any, keys: Any, values: Any, queries: mx.array) -> mx.array:
     return queries @ mx.repeat(keys, 2, axis=1).swapaxes(-1, -2) @ mx.repeat(values, 2, axis=1)
 
 
 def only_prompts(cache: Any, keys: Any, values: Any, queries: mx.array) -> mx.array:
-    """A token of a reply does not look at the cache."""
-    return by_the_host(cache, keys, values, queries) if queries.shape[2] > 1 else queries
+    """Attend for prompts only; a token of a reply does not read the cache."""
+    return host_attention(cache, keys, values, queries) if queries.shape[2] > 1 else queries
 
 
-def untouched(cache: Any, keys: Any, values: Any, queries: mx.array) -> mx.array:
+def no_attention(cache: Any, keys: Any, values: Any, queries: mx.array) -> mx.array:
     return queries
 
 
-@pytest.mark.parametrize("attend", [with_sinks, alone, only_prompts, untouched])
-def test_layers_that_need_arrays_have_no_shape(
+@pytest.mark.parametrize("attend", [with_sinks, own_attention, only_prompts, no_attention])
+def test_layers_that_cannot_take_packed_keys_have_no_shape(
     attend: Callable[[Any, Any, Any, mx.array], mx.array],
 ) -> None:
     assert packed_shapes(OneLayer(attend), quantized, [0]) == [None]
-    assert packed_shapes(OneLayer(by_the_host), quantized, [0]) == [AttentionShape(4, 2, 64, 32)]
+    assert packed_shapes(OneLayer(host_attention), quantized, [0]) == [AttentionShape(4, 2, 64, 32)]
 
 
-def test_nothing_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracing_shapes_evaluates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise AssertionError("evaluated")
 
     monkeypatch.setattr(mx, "eval", fail)
-    assert packed_shapes(OneLayer(by_the_host), quantized, [0]) == [AttentionShape(4, 2, 64, 32)]
+    assert packed_shapes(OneLayer(host_attention), quantized, [0]) == [AttentionShape(4, 2, 64, 32)]
 
 
-def test_calls_are_observed_and_others_left_alone() -> None:
+def test_only_calls_with_packed_keys_are_observed() -> None:
     (cache,) = quantized()
     cache.plan = forced_plan("packed")
     queries = mx.ones((1, 4, 1, 64))
@@ -119,9 +119,11 @@ def test_calls_are_observed_and_others_left_alone() -> None:
     with observed_attention() as seen:
         keys, values = cache.update_and_fetch(*random_kv(1, 1))
         base.scaled_dot_product_attention(queries, keys, values, cache, 0.1, None)
-        plain = pk.quantize(mx.ones((1, 2, 4, 64)), Quantization(8, 32))
+        stock_quantized = pk.quantize(mx.ones((1, 2, 4, 64)), Quantization(8, 32))
         cache.precision = KVPrecision.of(8, 32)
-        found = base.scaled_dot_product_attention(queries, plain, plain, cache, 0.1, None)
+        found = base.scaled_dot_product_attention(
+            queries, stock_quantized, stock_quantized, cache, 0.1, None
+        )
     assert [shape for shape, _ in seen] == [AttentionShape(4, 2, 64, 32)]
     assert mx.allclose(found, mx.ones((1, 4, 1, 64)))
     assert base.quantized_scaled_dot_product_attention is stock

@@ -1,4 +1,4 @@
-"""The memory that a chunk of a prompt takes, predicted before it is computed."""
+"""Predictions of the memory that a chunk of a prompt takes."""
 
 from __future__ import annotations
 
@@ -43,45 +43,47 @@ RATIOS = {
     "recurrent_gemma": 3,
     "jamba": 4,
 }
-"""How far the formula may be from the memory of 512 tokens, in either direction."""
+"""The largest factor between the formula and the memory of 512 tokens, in either direction."""
 
 
-def computed(model: Any, caches: list[Any], n_tokens: int) -> int:
-    """Compute a chunk; return the memory that it took."""
-    gc.collect()  # else arrays of earlier tests may be freed below
+def measured_bytes(model: Any, caches: list[Any], n_tokens: int) -> int:
+    """Compute a chunk; return the bytes that it took."""
+    gc.collect()  # arrays of earlier tests must not be freed below
     peak_bytes = peak_memory()
     model(mx.array([[1] * n_tokens]), cache=caches)
     mx.eval([slot.state for slot in slots_of(caches) if not slot.empty()])
     return peak_bytes()
 
 
-def told(model: Any, limit_bytes: int = 64 * MIB) -> tuple[PrefillMemory, ModelCacheSpec]:
+def memory_and_spec(
+    model: Any, limit_bytes: int = 64 * MIB
+) -> tuple[PrefillMemory, ModelCacheSpec]:
     spec = probe_model(model)
     return PrefillMemory.of(model, spec, limit_bytes), spec
 
 
 @pytest.mark.parametrize("name", RATIOS)
-def test_a_chunk_takes_about_what_the_formula_tells(name: str) -> None:
+def test_formula_predicts_the_memory_of_a_chunk(name: str) -> None:
     model = build(name)
-    memory, spec = told(model)
+    memory, spec = memory_and_spec(model)
     caches = spec.make_cache()
     for position in (0, 512):
-        taken = computed(model, caches, 512)
-        assert 1 / RATIOS[name] < memory.peak_bytes(512, position) / taken < RATIOS[name]
+        measured = measured_bytes(model, caches, 512)
+        assert 1 / RATIOS[name] < memory.peak_bytes(512, position) / measured < RATIOS[name]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", available())
 def test_the_formula_is_plausible_for_every_architecture(name: str) -> None:
-    # Its second layer uses the keys of the first: of two layers, a chunk computes only these keys.
+    # The second hunyuan layer reuses the first one's keys: two layers would compute only keys.
     model = build(name, config={"num_hidden_layers": 4} if name == "hunyuan" else {})
     try:
-        memory, spec = told(model)
+        memory, spec = memory_and_spec(model)
     except ModelNotSupported as error:
         pytest.skip(f"the model is refused: {error}")
     caches = spec.make_cache()
-    taken = computed(model, caches, 512)
-    assert taken / 3 < memory.peak_bytes(512, 0) < 8 * taken
+    measured = measured_bytes(model, caches, 512)
+    assert measured / 3 < memory.peak_bytes(512, 0) < 8 * measured
 
 
 class Layers(nn.Module):  # type: ignore[misc]
@@ -99,21 +101,23 @@ def activations(*modules: nn.Module, **arguments: Any) -> tuple[int, int]:
     return prefill_memory._activation_bytes(Layers(*modules, **arguments))
 
 
-def raw(*shape: int) -> nn.Module:
+def module_with_weight(*shape: int) -> nn.Module:
     module = nn.Module()
     module.weight = mx.zeros(shape)
     return module
 
 
-def test_a_packed_matrix_counts_as_what_it_makes() -> None:
+def test_quantized_matrix_counts_like_its_full_precision_form() -> None:
     linear = nn.Linear(256, 512, bias=False)
     linear.set_dtype(mx.bfloat16)
     assert activations(linear) == activations(linear.to_quantized(64, 4)) == (2 * 512 * 2, 2)
 
 
-@pytest.mark.parametrize("experts", [SwitchLinear(64, 96, 32, False), raw(32, 96, 64)])
+@pytest.mark.parametrize(
+    "experts", [SwitchLinear(64, 96, 32, False), module_with_weight(32, 96, 64)]
+)
 @pytest.mark.parametrize("bits", [None, 4])
-def test_experts_count_as_often_as_a_token_goes_to_them(experts: Any, bits: int | None) -> None:
+def test_expert_activations_scale_with_experts_per_token(experts: Any, bits: int | None) -> None:
     arguments = {"text_config": {"num_experts": 32, "num_experts_per_tok": 3}}
     if bits and hasattr(experts, "to_quantized"):
         experts = experts.to_quantized(64, bits)
@@ -121,52 +125,52 @@ def test_experts_count_as_often_as_a_token_goes_to_them(experts: Any, bits: int 
     assert activations(experts, **arguments, moe_topk=40)[0] == 2 * 32 * 96 * 4
 
 
-def test_heads_are_not_taken_for_experts() -> None:
+def test_attention_heads_do_not_count_as_experts() -> None:
     layer = nn.Module()
-    layer.self_attn = raw(32, 96, 64)
+    layer.self_attn = module_with_weight(32, 96, 64)
     assert activations(layer, num_experts=32, num_experts_per_tok=2)[0] == 2 * 32 * 96 * 4
 
 
-@pytest.mark.parametrize("on", ["cpu", "cuda", "metal"])
-def test_scores_take_memory_unless_a_gpu_attends_in_one_kernel(
-    monkeypatch: pytest.MonkeyPatch, on: str
+@pytest.mark.parametrize("backend", ["cpu", "cuda", "metal"])
+def test_scores_take_memory_unless_a_gpu_fuses_attention(
+    monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
-    monkeypatch.setattr(prefill_memory, "backend", lambda: on)
+    monkeypatch.setattr(prefill_memory, "backend", lambda: backend)
     model = build("llama", config={"head_dim": 128, "num_attention_heads": 32})
     model.set_dtype(mx.bfloat16)
-    memory, _ = told(model)
+    memory, _ = memory_and_spec(model)
     assert memory.key_bytes == 2 * 2 * 128 * 2
     copies_of_keys = memory.key_bytes / 256
-    assert memory.score_bytes == (32 * 3 if on == "cpu" else copies_of_keys)
+    assert memory.score_bytes == (32 * 3 if backend == "cpu" else copies_of_keys)
 
 
-def test_latent_attention_has_scores_on_every_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latent_attention_scores_take_memory_on_metal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_memory, "backend", lambda: "metal")
-    assert told(build("deepseek_v3"))[0].score_bytes == 2 * 4 * 5
+    assert memory_and_spec(build("deepseek_v3"))[0].score_bytes == 2 * 4 * 5
 
 
-def test_a_model_without_arguments_has_a_formula() -> None:
+def test_formula_works_without_model_arguments() -> None:
     model = build("llama")
-    memory, spec = told(model)
+    memory, spec = memory_and_spec(model)
     del model.args
     assert PrefillMemory.of(model, spec, MIB).score_bytes > memory.score_bytes
 
 
-def test_the_largest_layer_counts() -> None:
+def test_key_bytes_follow_the_largest_layer() -> None:
     model = OddLayers([(2, 64, 64), (4, 128, 64), (2, 64, 64)])
-    assert told(model)[0].key_bytes == 4 * (128 + 64) * 4
+    assert memory_and_spec(model)[0].key_bytes == 4 * (128 + 64) * 4
 
 
-def test_keys_that_no_layer_sees_take_no_memory() -> None:
-    memory = told(build("mamba2"))[0]
+def test_positions_beyond_every_window_take_no_more_memory() -> None:
+    memory = memory_and_spec(build("mamba2"))[0]
     assert memory.peak_bytes(512, 100_000) == memory.peak_bytes(512, 0)
-    memory = told(build("recurrent_gemma"))[0]
+    memory = memory_and_spec(build("recurrent_gemma"))[0]
     assert memory.peak_bytes(512, 100_000) == memory.peak_bytes(512, 16)
     assert memory.most_tokens(100_000) > 8 * MIN_CHUNK
 
 
-def test_models_with_windows_stop_where_a_checkpoint_is_made() -> None:
-    assert told(tiny_gemma3())[0].stops_every == CHECKPOINT_EVERY
+def test_chunks_of_windowed_models_end_at_checkpoints() -> None:
+    assert memory_and_spec(tiny_gemma3())[0].stops_every == CHECKPOINT_EVERY
     memory = PrefillMemory(1.0, 0.0, 0.0, 256 * MIB, 2048)
     assert [memory.most_tokens(at) for at in (0, 2047, 2048, 5000)] == [2048, 1, 2048, 1144]
 
@@ -181,21 +185,21 @@ def test_the_longest_chunk_stays_within_the_limit(position: int, factor: float) 
 
 
 @pytest.mark.parametrize("n_tokens", [32, 33, 64, 96, 1000])
-def test_the_limit_is_used_to_the_byte(n_tokens: int) -> None:
+def test_chunk_length_uses_the_whole_memory_limit(n_tokens: int) -> None:
     assert PrefillMemory(100.0, 0.0, 0.0, 100 * n_tokens).most_tokens(0) == n_tokens
 
 
-def test_chunks_that_take_no_memory_end_all_the_same() -> None:
+def test_chunks_without_memory_cost_have_a_length_limit() -> None:
     memory = PrefillMemory(0.0, 0.0, 0.0, MIB)
     memory.learn(512, 0, 0)
     assert 1 << 16 <= memory.most_tokens(0) < 1 << 20
 
 
-def test_without_room_a_few_tokens_are_computed_all_the_same() -> None:
+def test_without_enough_memory_chunks_have_the_minimum_length() -> None:
     assert PrefillMemory(20_000.0, 16.0, 4096.0, MIB).most_tokens(30_000) == MIN_CHUNK
 
 
-# Learning.
+# --- learning from measured chunks
 
 
 def formula() -> PrefillMemory:
@@ -203,30 +207,30 @@ def formula() -> PrefillMemory:
 
 
 def learn(memory: PrefillMemory, n_tokens: int, position: int, factor: float) -> None:
-    """Let a chunk take `factor` times the formula's bytes."""
+    """Report a chunk that took `factor` times the formula's bytes."""
     memory.learn(n_tokens, position, int(factor * formula_bytes(memory, n_tokens, position)))
 
 
 def formula_bytes(memory: PrefillMemory, n_tokens: int, position: int) -> int:
-    about = memory.token_bytes, memory.score_bytes, memory.key_bytes, memory.limit_bytes
-    return PrefillMemory(*about).peak_bytes(n_tokens, position)
+    terms = memory.token_bytes, memory.score_bytes, memory.key_bytes, memory.limit_bytes
+    return PrefillMemory(*terms).peak_bytes(n_tokens, position)
 
 
-def test_a_prediction_rises_at_once_and_falls_slowly() -> None:
-    memory, told_bytes = formula(), formula().peak_bytes(512, 512)
+def test_predictions_rise_at_once_and_fall_slowly() -> None:
+    memory, initial_bytes = formula(), formula().peak_bytes(512, 512)
     learn(memory, 512, 512, 3.0)
-    risen = memory.peak_bytes(512, 512) / told_bytes
+    risen = memory.peak_bytes(512, 512) / initial_bytes
     assert 3.0 <= risen < 4.0
     learn(memory, 512, 512, 0.5)
-    assert 0.85 * risen < memory.peak_bytes(512, 512) / told_bytes < risen
+    assert 0.85 * risen < memory.peak_bytes(512, 512) / initial_bytes < risen
     for _ in range(100):
         learn(memory, 512, 512, 0.5)
-        assert memory.peak_bytes(512, 512) >= 0.5 * told_bytes
-    assert memory.peak_bytes(512, 512) < 0.7 * told_bytes
+        assert memory.peak_bytes(512, 512) >= 0.5 * initial_bytes
+    assert memory.peak_bytes(512, 512) < 0.7 * initial_bytes
 
 
-def test_a_short_first_prompt_teaches_nothing() -> None:
-    """A chunk of five tokens takes a megabyte, nearly all of it overhead."""
+def test_short_chunk_with_usual_overhead_changes_no_prediction() -> None:
+    """A chunk of five tokens takes a megabyte, which is nearly all overhead."""
     memory = formula()
     for n_bytes in (MIB, 1000, 0):
         memory.learn(5, 0, n_bytes)
@@ -234,14 +238,14 @@ def test_a_short_first_prompt_teaches_nothing() -> None:
         assert memory.peak_bytes(2048, 5000) == formula().peak_bytes(2048, 5000)
 
 
-def test_a_short_chunk_that_takes_as_much_as_a_long_one_is_heard() -> None:
+def test_short_chunk_with_large_peak_raises_predictions() -> None:
     memory = formula()
     memory.learn(5, 0, 32 * MIB)
     assert memory.peak_bytes(256, 0) >= 32 * MIB
 
 
-def test_chunks_that_the_limit_made_short_teach() -> None:
-    """A formula that predicts far too much would keep chunks short forever."""
+def test_chunks_shortened_by_the_limit_lower_predictions() -> None:
+    """Otherwise a formula that predicts far too much would keep chunks short forever."""
     memory = PrefillMemory(500_000.0, 10.0, 1000.0, 64 * MIB)
     first = memory.most_tokens(0)
     assert first < 256
@@ -250,7 +254,7 @@ def test_chunks_that_the_limit_made_short_teach() -> None:
     assert memory.most_tokens(0) > 6 * first
 
 
-def test_a_place_where_nothing_was_computed_expects_the_worst() -> None:
+def test_unmeasured_positions_use_the_worst_known_factor() -> None:
     memory = formula()
     learn(memory, 512, 512, 0.5)
     assert memory.peak_bytes(512, 100_000) == formula().peak_bytes(512, 100_000)
@@ -258,12 +262,12 @@ def test_a_place_where_nothing_was_computed_expects_the_worst() -> None:
     assert memory.peak_bytes(512, 100_000) >= 2 * formula().peak_bytes(512, 100_000)
 
 
-def test_layers_that_a_gpu_has_queued_do_not_shorten_chunks(
+def test_cuda_peaks_of_queued_layers_keep_chunks_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On an H100 the peaks of a prompt of 32K tokens led to chunks of 32 tokens."""
+    """On an H100, such peaks shortened the chunks of a 32K prompt to 32 tokens."""
     monkeypatch.setattr(prefill_memory, "backend", lambda: "cuda")
-    memory, _ = told(build("llama"), 1024 * MIB)
+    memory, _ = memory_and_spec(build("llama"), 1024 * MIB)
     usual = memory.most_tokens(30_000)
     assert usual > 8 * MIN_CHUNK
     for _ in range(20):
@@ -276,13 +280,13 @@ DEVICES: dict[str, Callable[[int, int], float]] = {
     "activations": lambda n, position: n * 70_000 + (n + position) * 1000,
     "scores": lambda n, position: n * 10_000 + n * (n + position) * 150,
     "keys": lambda n, position: n * 10_000 + (n + position) * 2000,
-    "less than told": lambda n, position: n * 2000 + n * (n + position) * 2,
+    "less than predicted": lambda n, position: n * 2000 + n * (n + position) * 2,
     "overhead": lambda n, position: 9 * MIB + n * 10_000,
 }
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
-def test_no_chunk_exceeds_the_limit_once_chunks_have_taught(
+def test_after_the_first_chunk_no_chunk_exceeds_the_limit(
     device: Callable[[int, int], float],
 ) -> None:
     memory, position, n_chunks = formula(), 0, 0
@@ -295,8 +299,8 @@ def test_no_chunk_exceeds_the_limit_once_chunks_have_taught(
 
 
 @pytest.mark.parametrize("n_bytes", [0, 640 * MIB])
-def test_one_strange_peak_is_forgotten(n_bytes: int) -> None:
-    """Other arrays were freed, or made, while the chunk was computed."""
+def test_unusual_peaks_are_forgotten(n_bytes: int) -> None:
+    """Other arrays can be freed or made while a chunk is computed."""
     memory, usual = formula(), formula().most_tokens(5000)
     for _ in range(60 if not n_bytes else 1):
         memory.learn(512, 5000, n_bytes)
@@ -307,18 +311,18 @@ def test_one_strange_peak_is_forgotten(n_bytes: int) -> None:
     assert usual / 1.5 < memory.most_tokens(5000) <= usual
 
 
-def test_arguments_of_any_form_are_read() -> None:
+def test_head_counts_are_found_in_nested_and_cyclic_arguments() -> None:
     model = SimpleNamespace(args=None, config=None)
-    own: dict[Any, Any] = {0: "label", "num_attention_heads": 4, "more": {"num_heads": [2, 8]}}
-    own["itself"] = own
-    model.args = own
+    args: dict[Any, Any] = {0: "label", "num_attention_heads": 4, "more": {"num_heads": [2, 8]}}
+    args["itself"] = args
+    model.args = args
     assert sorted(prefill_memory._arguments(model, ".*_heads")) == [2, 4, 8]
     model.args = (3,)
     assert list(prefill_memory._arguments(model, ".*_heads")) == []
 
 
 @pytest.mark.parametrize("is_evaluated_within", [False, True])
-def test_what_a_chunk_takes_is_neither_what_it_leaves_nor_what_was_there(
+def test_peak_memory_excludes_kept_and_earlier_arrays(
     is_evaluated_within: bool,
 ) -> None:
     """16 MiB are temporary and 4 stay; other arrays exist before and at the same time."""

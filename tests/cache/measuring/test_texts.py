@@ -1,4 +1,4 @@
-"""The texts that judge a precision are at the right positions, whatever the tokenizer."""
+"""The texts for measuring a precision have the right token ranges, with every tokenizer."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ FORMATS = {"Python", "JSON", "tool calls", "far copy"}
 LANGUAGES = set(all_parts()) - FORMATS - {"context"}
 
 
-def test_many_languages_and_formats() -> None:
+def test_texts_cover_many_languages_and_formats() -> None:
     context, *others = all_parts()
     assert context == "context" and FORMATS <= set(others)
     letters = "".join(text for name, text in all_parts().items() if name in LANGUAGES)
-    assert {unicodedata.name(one).split()[0] for one in letters if one.isalpha()} >= SCRIPTS
+    assert {unicodedata.name(char).split()[0] for char in letters if char.isalpha()} >= SCRIPTS
     assert len(LANGUAGES) >= 8
 
 
@@ -33,7 +33,7 @@ def test_the_far_copy_repeats_a_passage_of_the_context() -> None:
 
 
 @pytest.mark.parametrize("fixture", ["tiny_model", "tiny_model_bos", "tiny_model_spm"])
-def test_the_places_are_those_of_the_texts(fixture: str, request: pytest.FixtureRequest) -> None:
+def test_token_ranges_decode_to_their_texts(fixture: str, request: pytest.FixtureRequest) -> None:
     path: Path = request.getfixturevalue(fixture)
     tokenizer = load(str(path))[1]
     ids, places = placed(tokenizer)
@@ -45,9 +45,9 @@ def test_the_places_are_those_of_the_texts(fixture: str, request: pytest.Fixture
         place = places[name]
         assert place.start == end
         end = place.stop
-        said = tokenizer.decode(ids[place.start : place.stop])
+        decoded = tokenizer.decode(ids[place.start : place.stop])
         if name not in LANGUAGES:  # a tiny vocabulary may lack other scripts
-            assert said.strip() == text.strip()
+            assert decoded.strip() == text.strip()
     assert end == len(ids)
 
 
@@ -62,7 +62,7 @@ def test_a_short_context_is_repeated(tiny_model: Path, monkeypatch: pytest.Monke
     assert list(places["after"]) == [len(ids) - 1]
 
 
-def test_a_begin_token_is_used_where_the_tokenizer_has_one(
+def test_begin_token_is_used_if_the_tokenizer_has_it(
     tiny_model: Path, tiny_model_bos: Path
 ) -> None:
     for path, expected in ((tiny_model, False), (tiny_model_bos, True)):
