@@ -1,4 +1,4 @@
-"""Facts hold for mlx-lm's own architectures, in the versions for which they are proven."""
+"""Facts exist only for mlx-lm's own architectures, in the tested versions of mlx-lm."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..conftest import tiny_llama
 
 
 class Installed:
-    """Stands for the distribution of mlx-lm."""
+    """A stand-in for the distribution of mlx-lm."""
 
     def __init__(self, version: str, direct_url: str | None = None) -> None:
         self.version, self.direct_url = version, direct_url
@@ -31,32 +31,32 @@ class Installed:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
-    found = Installed(next(iter(known())))
-    monkeypatch.setattr(spec, "distribution", lambda name: found)
-    return found
+    stand_in = Installed(next(iter(known())))
+    monkeypatch.setattr(spec, "distribution", lambda name: stand_in)
+    return stand_in
 
 
 @pytest.fixture
-def file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A file that replaces the package's."""
+def facts_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """The path of a file that replaces the package's facts."""
     monkeypatch.setattr(spec, "FILE", tmp_path / "architectures.json")
     known.cache_clear()
     yield tmp_path / "architectures.json"
     known.cache_clear()
 
 
-def test_an_architecture_of_the_host_is_known(installed: Installed) -> None:
+def test_mlx_lm_architectures_have_facts(installed: Installed) -> None:
     model = tiny_llama()
-    found = architecture_of(model)
-    assert found is not None and found == known()[installed.version]["llama"]
-    assert found.batches and found.joins and found.packed and not found.refused
-    assert architecture_of(weakref.proxy(model)) == found
-    end_on_grid(model)  # another class, of the same code
-    assert architecture_of(model) == found
+    facts = architecture_of(model)
+    assert facts is not None and facts == known()[installed.version]["llama"]
+    assert facts.batches and facts.joins and facts.packed and not facts.refused
+    assert architecture_of(weakref.proxy(model)) == facts
+    end_on_grid(model)  # gives the model another class with the same code
+    assert architecture_of(model) == facts
 
 
-def test_a_class_from_elsewhere_is_unknown(installed: Installed) -> None:
-    """A model can bring its own code, which may batch in another way than its base class."""
+def test_model_class_outside_mlx_lm_has_no_facts(installed: Installed) -> None:
+    """A model's own code may batch differently from its base class."""
 
     class Model(llama.Model):  # type: ignore[misc]
         pass
@@ -67,13 +67,13 @@ def test_a_class_from_elsewhere_is_unknown(installed: Installed) -> None:
     assert architecture_of(object()) is None
 
 
-def test_a_module_that_the_file_does_not_name_is_unknown(installed: Installed) -> None:
+def test_module_missing_from_the_facts_file_has_no_facts(installed: Installed) -> None:
     model = type("Model", (), {"__module__": "mlx_lm.models.of_tomorrow"})()
     assert architecture_of(model) is None
 
 
-def test_facts_are_those_of_the_installed_version(installed: Installed) -> None:
-    """internlm2 is wrong in a batch in mlx-lm 0.31.3."""
+def test_facts_match_the_installed_mlx_lm_version(installed: Installed) -> None:
+    """mlx-lm 0.31.3 computes internlm2 wrongly in a batch."""
     model = type("Model", (), {"__module__": "mlx_lm.models.internlm2"})()
     newest = architecture_of(model)
     installed.version = "0.31.3"
@@ -83,9 +83,7 @@ def test_facts_are_those_of_the_installed_version(installed: Installed) -> None:
 
 
 @pytest.mark.parametrize("version", ["0.31.2", "0.32.2.dev1", "0.32.3", "0.33.0"])
-def test_nothing_is_known_in_a_version_that_is_not_proven(
-    version: str, installed: Installed
-) -> None:
+def test_untested_mlx_lm_versions_have_no_facts(version: str, installed: Installed) -> None:
     installed.version = version
     assert architecture_of(tiny_llama()) is None
 
@@ -98,37 +96,41 @@ def test_nothing_is_known_in_a_version_that_is_not_proven(
         ({"url": "file:///home/me/mlx-lm", "dir_info": {"editable": True}}, False),
     ],
 )
-def test_nothing_is_known_in_a_snapshot_with_the_number_of_a_release(
+def test_source_checkouts_with_a_release_version_have_no_facts(
     installed: Installed, direct_url: dict[str, Any], is_known: bool
 ) -> None:
     installed.direct_url = json.dumps(direct_url)
     assert (architecture_of(tiny_llama()) is not None) == is_known
 
 
-def test_the_file_is_read_once(installed: Installed, file: Path) -> None:
-    file.write_bytes(FILE.read_bytes())
+def test_facts_file_is_read_once(installed: Installed, facts_file: Path) -> None:
+    facts_file.write_bytes(FILE.read_bytes())
     assert architecture_of(tiny_llama()) is not None
-    file.unlink()
+    facts_file.unlink()
     assert architecture_of(tiny_llama()) is not None
 
 
-def cut(content: dict[str, Any]) -> str:
+def truncated(content: dict[str, Any]) -> str:
     return json.dumps(content)[:-9]
 
 
-def renamed(content: dict[str, Any]) -> str:
+def with_renamed_field(content: dict[str, Any]) -> str:
     return json.dumps(content).replace("batches", "batched")
 
 
-def headless(content: dict[str, Any]) -> str:
+def without_header(content: dict[str, Any]) -> str:
     return json.dumps(content["architectures"])
 
 
-@pytest.mark.parametrize("damage", [cut, renamed, headless, lambda content: "[]", None])
-def test_a_damaged_package_is_an_error_that_names_the_remedy(
-    damage: Any, installed: Installed, file: Path
+@pytest.mark.parametrize(
+    "damage", [truncated, with_renamed_field, without_header, lambda content: "[]", None]
+)
+def test_damaged_facts_file_raises_an_error_with_the_remedy(
+    damage: Any, installed: Installed, facts_file: Path
 ) -> None:
     if damage is not None:
-        file.write_text(damage(json.loads(FILE.read_text(encoding="utf-8"))), encoding="utf-8")
+        facts_file.write_text(
+            damage(json.loads(FILE.read_text(encoding="utf-8"))), encoding="utf-8"
+        )
     with pytest.raises(KVPersistError, match=r"cannot be used .*pip install --force-reinstall"):
         architecture_of(tiny_llama())

@@ -21,18 +21,18 @@ SHA256 = "ab" * 32
 MIB = 1 << 20
 SAMPLE = 4 << 10
 SIZES = (2, 100, SAMPLE, SAMPLE + 1, MIB, 30 * MIB, 0, 8, 2 * MIB)
-"""Bytes of the tensors of a file that is not read as a whole."""
+"""Bytes of the tensors of a file that is too large to be hashed whole."""
 
 
 def write_weights(path: Path, sizes: Sequence[int] = SIZES) -> int:
-    """Write safetensors whose bytes are all zero, on most disks without room; return their start.
+    """Write a sparse file of safetensors that are all zeros; return the offset of the tensors.
 
     https://github.com/huggingface/safetensors#format
     """
     header, stop = dict[str, Any](__metadata__={"format": "mlx"}), 0
     for number, size in enumerate(sizes):
-        about = {"dtype": "U8", "shape": [size], "data_offsets": [stop, stop + size]}
-        header[f"layers.{number:03d}.weight"], stop = about, stop + size
+        entry = {"dtype": "U8", "shape": [size], "data_offsets": [stop, stop + size]}
+        header[f"layers.{number:03d}.weight"], stop = entry, stop + size
     text = json.dumps(header).encode()
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
@@ -40,8 +40,8 @@ def write_weights(path: Path, sizes: Sequence[int] = SIZES) -> int:
     return 8 + len(text)
 
 
-def change(path: Path, start: int, content: bytes) -> None:
-    """Overwrite bytes in place. Size and time do not change."""
+def overwrite(path: Path, start: int, content: bytes) -> None:
+    """Replace bytes in place; the file's size and time stay the same."""
     stat = path.stat()
     with path.open("r+b") as file:
         file.seek(start)
@@ -77,7 +77,7 @@ def flip_last_byte(path: Path) -> None:
     path.write_bytes(content)
 
 
-def swap(path: Path, other: Path) -> None:
+def swap_contents(path: Path, other: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(other.read_bytes())
     other.write_bytes(content)
@@ -90,28 +90,28 @@ def set_config(path: Path, **values: Any) -> None:
 
 CHANGES: dict[str, Callable[[Path], Any]] = {
     "weight": lambda path: flip_last_byte(path / "model-2.safetensors"),
-    "swapped weights": lambda path: swap(*path.glob("*.safetensors")),
+    "swapped weights": lambda path: swap_contents(*path.glob("*.safetensors")),
     "rope theta": lambda path: set_config(path, rope_theta=500000.0),
     "nested config": lambda path: set_config(path, text_config={"head_dim": 8}),
     "tokenizer": lambda path: (path / "tokenizer.json").write_text('{"vocab": {"b": 0}}'),
-    "more tokenizer": lambda path: (path / "tokenizer.model").write_bytes(b"pieces"),
+    "second tokenizer file": lambda path: (path / "tokenizer.model").write_bytes(b"pieces"),
     "fewer weights": lambda path: (path / "model-1.safetensors").unlink(),
-    "how weights are packed": lambda path: (path / "hf_quant_config.json").write_text("{}"),
-    "its own code": lambda path: (path / "mine.py").write_text("class Model: pass"),
+    "quantization config": lambda path: (path / "hf_quant_config.json").write_text("{}"),
+    "model code": lambda path: (path / "mine.py").write_text("class Model: pass"),
 }
 
 
-@pytest.mark.parametrize("make", CHANGES.values(), ids=CHANGES.keys())
-def test_what_changes_the_kv_changes_the_fingerprint(
-    model_path: Path, make: Callable[[Path], Any]
+@pytest.mark.parametrize("change_files", CHANGES.values(), ids=CHANGES.keys())
+def test_files_that_affect_kv_change_the_fingerprint(
+    model_path: Path, change_files: Callable[[Path], Any]
 ) -> None:
     (model_path / "mine.py").write_text("class Model: ...")
     before = model_fingerprint(model_path, None)
-    make(model_path)
+    change_files(model_path)
     assert model_fingerprint(model_path, None) != before
 
 
-def test_what_does_not_change_the_kv_does_not(model_path: Path) -> None:
+def test_files_that_do_not_affect_kv_keep_the_fingerprint(model_path: Path) -> None:
     before = model_fingerprint(model_path, None)
     assert int(before, 16)
     set_config(model_path, transformers_version="9.9", _name_or_path="elsewhere")
@@ -124,98 +124,98 @@ def test_what_does_not_change_the_kv_does_not(model_path: Path) -> None:
     assert model_fingerprint(moved, None) == before
 
 
-def test_an_adapter_makes_another_model(model_path: Path, adapter_path: Path) -> None:
-    seen = {model_fingerprint(model_path, None)}
-    seen.add(model_fingerprint(model_path, adapter_path))
+def test_adapters_change_the_fingerprint(model_path: Path, adapter_path: Path) -> None:
+    fingerprints = {model_fingerprint(model_path, None)}
+    fingerprints.add(model_fingerprint(model_path, adapter_path))
     flip_last_byte(adapter_path / "adapters.safetensors")
-    seen.add(model_fingerprint(model_path, adapter_path))
+    fingerprints.add(model_fingerprint(model_path, adapter_path))
     (adapter_path / "adapter_config.json").write_text('{"rank": 16}')
-    seen.add(model_fingerprint(model_path, adapter_path))
-    assert len(seen) == 4
+    fingerprints.add(model_fingerprint(model_path, adapter_path))
+    assert len(fingerprints) == 4
     before = model_fingerprint(model_path, adapter_path)
     (adapter_path / "0000100_adapters.safetensors").write_bytes(b"a checkpoint")
     assert model_fingerprint(model_path, adapter_path) == before
 
 
 def test_small_files_are_hashed_as_a_whole(tmp_path: Path) -> None:
-    """The hub stores no larger file under a name that is not a SHA-256."""
+    """The hub names every larger file by its SHA-256."""
     path = tmp_path / "tokenizer.json"
     content = bytes(range(256)) * 40_000
     path.write_bytes(content)
     assert content_hash(path) == xxhash.xxh3_128(content).hexdigest()
 
 
-def test_large_files_that_are_equal_have_one_hash(tmp_path: Path) -> None:
-    """Folder, name and times do not count."""
+def test_equal_large_files_have_equal_hashes(tmp_path: Path) -> None:
+    """The file's name and time do not count."""
     path, other = tmp_path / "model.safetensors", tmp_path / "copy.safetensors"
     start = write_weights(path)
-    change(path, start + 5 * MIB, b"\1" * 7 * MIB)
+    overwrite(path, start + 5 * MIB, b"\1" * 7 * MIB)
     shutil.copy(path, other)
     os.utime(other, (1, 1))
     assert content_hash(path) == content_hash(other)
 
 
 @pytest.mark.parametrize("number", [number for number, size in enumerate(SIZES) if size])
-def test_a_tensor_that_is_another_makes_another_file(tmp_path: Path, number: int) -> None:
-    """However small it is, and although the file's size and time do not change."""
+def test_changing_one_tensor_changes_the_hash(tmp_path: Path, number: int) -> None:
+    """Even for a small tensor, and if the file's size and time stay the same."""
     path = tmp_path / "model.safetensors"
     start = write_weights(path) + sum(SIZES[:number])
     before = content_hash(path)
-    change(path, start, b"\1" * SIZES[number])
+    overwrite(path, start, b"\1" * SIZES[number])
     assert content_hash(path) != before
 
 
 @pytest.mark.parametrize("expert", range(0, 256, 37))
-def test_an_expert_that_is_another_in_all_layers_makes_another_file(
-    tmp_path: Path, expert: int
-) -> None:
-    """Of 256 experts that are stacked in each of 512 tensors."""
+def test_changing_one_expert_in_all_layers_changes_the_hash(tmp_path: Path, expert: int) -> None:
+    """Each of 512 tensors stacks 256 experts."""
     path = tmp_path / "model.safetensors"
     start = write_weights(path, 512 * [MIB])
     before = content_hash(path)
     for layer in range(512):
-        change(path, start + layer * MIB + expert * SAMPLE, b"\1" * SAMPLE)
+        overwrite(path, start + layer * MIB + expert * SAMPLE, b"\1" * SAMPLE)
     assert content_hash(path) != before
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.51, 0.77, 1.0])
 @pytest.mark.parametrize("suffix", ["safetensors", "json"])
-def test_a_stretch_of_a_sixtieth_that_is_another_makes_another_file(
+def test_changing_a_sixtieth_of_a_file_changes_the_hash(
     tmp_path: Path, share: float, suffix: str
 ) -> None:
     path = tmp_path / f"file.{suffix}"
     write_weights(path, [40 * MIB])
     n_bytes, before = path.stat().st_size, content_hash(path)
     n_changed = n_bytes // 60
-    change(path, round(share * (n_bytes - n_changed)), b"\1" * n_changed)
+    overwrite(path, round(share * (n_bytes - n_changed)), b"\1" * n_changed)
     assert content_hash(path) != before
 
 
-@pytest.mark.parametrize("place", ["first", "last"])
-def test_the_first_and_the_last_byte_are_always_read(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("position", ["first", "last"])
+def test_changing_the_first_or_last_tensor_byte_changes_the_hash(
+    tmp_path: Path, position: str
+) -> None:
     path = tmp_path / "model.safetensors"
     start = write_weights(path)
     before = content_hash(path)
-    change(path, start if place == "first" else path.stat().st_size - 1, b"\1")
+    overwrite(path, start if position == "first" else path.stat().st_size - 1, b"\1")
     assert content_hash(path) != before
 
 
-def test_the_whole_header_and_the_size_are_read(tmp_path: Path) -> None:
+def test_changing_the_header_or_file_size_changes_the_hash(tmp_path: Path) -> None:
     """All bytes of the tensors are zero."""
     path = tmp_path / "model.safetensors"
     start = write_weights(path, 512 * [MIB])
-    seen = {content_hash(path)}
+    hashes = {content_hash(path)}
     with path.open("rb") as file:
         name = file.read(start).index(b"layers.300")
     assert SAMPLE < name < start - SAMPLE
-    change(path, name, b"layers.999")
-    seen.add(content_hash(path))
+    overwrite(path, name, b"layers.999")
+    hashes.add(content_hash(path))
     os.truncate(path, path.stat().st_size + SAMPLE)
-    assert len(seen | {content_hash(path)}) == 3
+    assert len(hashes | {content_hash(path)}) == 3
 
 
 class CountedFile(io.FileIO):
-    """A file that counts the bytes that were read of all such files."""
+    """A file that counts the bytes read from all files of this class."""
 
     n_bytes = 0
 
@@ -234,7 +234,9 @@ def n_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
         return CountedFile.n_bytes
 
 
-def test_a_larger_file_is_read_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hashing_a_larger_file_reads_no_more_tensor_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, counts = tmp_path / "model.safetensors", list[int]()
     for n_bytes in (20 * MIB, 20 << 30):
         counts.append(-write_weights(path, 8 * [n_bytes // 8]))
@@ -248,14 +250,14 @@ def test_a_larger_file_is_read_no_more(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_large_file_without_a_header_is_sampled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: bytes
 ) -> None:
-    """mlx-lm does not load all files with such names."""
+    """mlx-lm does not load every file with this suffix."""
     path = tmp_path / "other.safetensors"
     path.write_bytes(head)
     os.truncate(path, 20 * MIB)
     assert n_read(path, monkeypatch) < MIB
 
 
-def test_a_file_that_cannot_be_read_is_an_error(model_path: Path) -> None:
+def test_unreadable_weight_files_raise_an_error(model_path: Path) -> None:
     weights = model_path / "model-1.safetensors"
     weights.unlink()
     with pytest.raises(FileNotFoundError):
@@ -270,10 +272,10 @@ def test_a_file_that_cannot_be_read_is_an_error(model_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_listed", [False, True])
-def test_a_model_of_the_hub_is_found_where_mlx_lm_downloaded_it(
+def test_hub_model_is_found_in_the_download_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_listed: bool
 ) -> None:
-    """mlx-lm fetches only some files; huggingface_hub lists all, and calls the rest missing."""
+    """mlx-lm downloads some files; huggingface_hub reports the other listed files as missing."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     repository, commit = tmp_path / "models--some--model", "c" * 40
     snapshot = repository / "snapshots" / commit
@@ -299,7 +301,7 @@ def hub_link(tmp_path: Path, blob: str, folder: str = "blobs") -> Path:
     return link
 
 
-def test_a_hub_link_names_its_hash_and_is_not_read(
+def test_hub_link_names_its_hash_and_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = hub_link(tmp_path, SHA256)
@@ -308,8 +310,8 @@ def test_a_hub_link_names_its_hash_and_is_not_read(
     assert content_hash(link) == SHA256
 
 
-def test_a_model_of_the_hub_keeps_the_fingerprint_that_it_always_had(tmp_path: Path) -> None:
-    """Its conversations are found again after an upgrade. Small files have no hash there."""
+def test_hub_model_keeps_the_fingerprint_of_earlier_versions(tmp_path: Path) -> None:
+    """Conversations must be found after an upgrade. The hub has no SHA-256 of small files."""
     hub_link(tmp_path, SHA256)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -323,12 +325,14 @@ def test_a_model_of_the_hub_keeps_the_fingerprint_that_it_always_had(tmp_path: P
 
 
 @pytest.mark.parametrize(("blob", "folder"), [("ab" * 20, "blobs"), (SHA256, "elsewhere")])
-def test_other_links_are_read(tmp_path: Path, blob: str, folder: str) -> None:
+def test_links_outside_the_hub_format_are_hashed_by_content(
+    tmp_path: Path, blob: str, folder: str
+) -> None:
     link = hub_link(tmp_path, blob, folder)
     assert content_hash(link) == xxhash.xxh3_128(b"weights").hexdigest()
 
 
-def test_what_is_missing_is_named(model_path: Path, adapter_path: Path) -> None:
+def test_errors_name_the_missing_or_invalid_file(model_path: Path, adapter_path: Path) -> None:
     (adapter_path / "adapters.safetensors").unlink()
     with pytest.raises(ModelNotSupported, match=r"no adapters\.safetensors"):
         model_fingerprint(model_path, adapter_path)

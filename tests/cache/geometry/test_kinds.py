@@ -40,7 +40,7 @@ from patches_check.inventory import BATCHES
 from tests.support import keeps_short_chunks
 
 NO_CACHES = {"TokenBuffer", "PromptTrie", "PromptTrieResult", "LRUPromptCache"}
-"""Classes of the same module that have no KV of a layer."""
+"""Classes of the same module that do not store the KV of a layer."""
 
 
 def classes_of_host() -> list[str]:
@@ -52,20 +52,20 @@ def classes_of_host() -> list[str]:
 
 
 @pytest.mark.parametrize("name", classes_of_host())
-def test_every_cache_class_of_mlx_lm_is_kept_or_refused_by_name(name: str) -> None:
-    kept = {cls.__name__ for cls in KINDS} | {CacheList.__name__}
-    assert (name in kept) + (name in BATCHES) + (name in REFUSED) + (name in NO_CACHES) == 1, (
+def test_every_mlx_lm_cache_class_has_exactly_one_category(name: str) -> None:
+    supported = {cls.__name__ for cls in KINDS} | {CacheList.__name__}
+    assert (name in supported) + (name in BATCHES) + (name in REFUSED) + (name in NO_CACHES) == 1, (
         f"mlx_lm.models.cache.{name} is new: cache/geometry/kinds.py must know it"
     )
 
 
-def test_the_inventory_knows_no_class_that_is_not_there() -> None:
+def test_inventory_lists_only_existing_cache_classes() -> None:
     named = {*BATCHES, *REFUSED, *NO_CACHES}
     assert named <= set(classes_of_host())
 
 
 def kv(n_tokens: int, start: int = 0) -> tuple[mx.array, mx.array]:
-    """Keys [1, 2, n, 4] that are their position, and values [1, 2, n, 3] that are its negative."""
+    """Return keys [1, 2, n, 4] of positions, and values [1, 2, n, 3] of negated positions."""
     at = mx.arange(start, start + n_tokens, dtype=mx.float32)[None, None, :, None]
     return mx.broadcast_to(at, (1, 2, n_tokens, 4)), mx.broadcast_to(-at, (1, 2, n_tokens, 3))
 
@@ -85,11 +85,11 @@ MAKERS: dict[type, Callable[[], Any]] = {
     RotatingKVCache: lambda: RotatingKVCache(16),
     ChunkedKVCache: lambda: ChunkedKVCache(16),
 }
-"""Caches of every class with tokens; windows have 16 tokens."""
+"""A cache of each class that stores tokens; windows have 16 tokens."""
 TESTED = [cls for cls in MAKERS if cls is not ChunkedKVCache or keeps_short_chunks()]
 
 
-def test_every_class_that_holds_tokens_is_tested_here() -> None:
+def test_makers_cover_every_class_that_stores_tokens() -> None:
     with_tokens = {cls for cls, kind in KINDS.items() if kind.group is not GroupKind.RECURRENT}
     assert with_tokens - {SequenceQuantizedKVCache} == MAKERS.keys()
 
@@ -99,7 +99,7 @@ def test_every_class_that_holds_tokens_is_tested_here() -> None:
     cls=st.sampled_from(TESTED),
     chunks=st.lists(st.sampled_from([1, 1, 1, 2, 5, 16, 40]), min_size=1, max_size=12),
 )
-def test_a_cache_says_what_it_holds_and_gives_it_in_order(cls: type, chunks: list[int]) -> None:
+def test_cached_positions_and_tokens_are_read_in_order(cls: type, chunks: list[int]) -> None:
     cache, kind = MAKERS[cls](), KINDS[cls]
     n_tokens = feed(cache, chunks)
     start, stop = kind.positions(cache)
@@ -117,31 +117,31 @@ def test_a_cache_says_what_it_holds_and_gives_it_in_order(cls: type, chunks: lis
     chunks=st.lists(st.sampled_from([1, 1, 2, 5, 16, 40]), min_size=1, max_size=12),
     after=st.lists(st.sampled_from([1, 1, 1, 3, 20]), min_size=1, max_size=24),
 )
-def test_a_refilled_window_goes_on_as_the_one_it_was_taken_from(
+def test_refilled_window_continues_like_the_original(
     cls: type, chunks: list[int], after: list[int]
 ) -> None:
-    cache, again, kind = MAKERS[cls](), MAKERS[cls](), KINDS[cls]
+    cache, refilled, kind = MAKERS[cls](), MAKERS[cls](), KINDS[cls]
     assert kind.window is not None
     n_tokens = feed(cache, chunks)
     start = max(0, n_tokens - kind.window(cache))
     (keys,), (values,) = kind.tokens(cache, start, n_tokens)
-    kind.refill(again, (mx.array(keys),), (mx.array(values),), start, n_tokens)
-    assert kind.positions(again) == (start, n_tokens)
+    kind.refill(refilled, (mx.array(keys),), (mx.array(values),), start, n_tokens)
+    assert kind.positions(refilled) == (start, n_tokens)
     position = n_tokens
     for n_new in after:
         seen = []
-        for live in (cache, again):
+        for live in (cache, refilled):
             if isinstance(live, ChunkedKVCache):
                 live.maybe_trim_front()
             fetched, _ = live.update_and_fetch(*kv(n_new, position))
-            # The order within a ring is free; the tokens that attention sees are not.
+            # A ring may have any order, but attention must see the same tokens.
             window = [n for n in fetched[0, 0, :, 0].tolist() if n > position - 16]
             seen.append((sorted(window), live.offset))
         assert seen[0] == seen[1]
         position += n_new
 
 
-def test_what_a_window_has_dropped_is_not_given() -> None:
+def test_reading_tokens_outside_a_window_raises_an_error() -> None:
     cache = RotatingKVCache(16)
     feed(cache, [20, *[1] * 10])
     kind = KINDS[type(cache)]
@@ -154,7 +154,7 @@ def test_what_a_window_has_dropped_is_not_given() -> None:
     assert keys.shape[2] == values.shape[2] == 0
 
 
-def test_composites_are_taken_apart_and_put_together() -> None:
+def test_composite_caches_are_split_into_slots_and_rebuilt() -> None:
     caches = [KVCache(), CacheList(ArraysCache(2), CacheList(KVCache())), RotatingKVCache(8)]
     slots = slots_of(caches)
     assert [type(slot).__name__ for slot in slots] == [
@@ -164,12 +164,12 @@ def test_composites_are_taken_apart_and_put_together() -> None:
         "RotatingKVCache",
     ]
     fresh = [KVCache(), ArraysCache(2), KVCache(), RotatingKVCache(8)]
-    again = replaced(caches, fresh)
-    assert slots_of(again) == fresh and slots_of(caches) == slots
-    assert [type(cache) for cache in again] == [type(cache) for cache in caches]
+    rebuilt = replaced(caches, fresh)
+    assert slots_of(rebuilt) == fresh and slots_of(caches) == slots
+    assert [type(cache) for cache in rebuilt] == [type(cache) for cache in caches]
 
 
-TAKING_BACK: dict[str, Callable[[], Any]] = {
+TRIMMABLE: dict[str, Callable[[], Any]] = {
     "KVCache": MAKERS[KVCache],
     "RotatingKVCache": MAKERS[RotatingKVCache],
     "KeepingKVCache": lambda: RotatingKVCache(16, keep=4),
@@ -177,34 +177,34 @@ TAKING_BACK: dict[str, Callable[[], Any]] = {
     "BatchRotatingKVCache": lambda: BatchRotatingKVCache(16, [3]),
     "FullPrecisionBatchKVCache": lambda: FullPrecisionBatchKVCache([3]),
 }
-"""Caches whose last tokens can be removed. The batches have one row, with padding."""
+"""Caches that can be trimmed. The batches have one row, with padding."""
 
 
 @settings(max_examples=200)
 @given(
-    name=st.sampled_from(list(TAKING_BACK)),
+    name=st.sampled_from(list(TRIMMABLE)),
     chunks=st.lists(st.sampled_from([1, 1, 1, 2, 3, 5]), max_size=8),
     n_new=st.integers(2, 17),
-    n_back=st.integers(0, 17),
+    n_trimmed=st.integers(0, 17),
     after=st.lists(st.sampled_from([1, 1, 1, 3, 20]), min_size=1, max_size=24),
 )
-def test_what_is_taken_back_was_never_there(
-    name: str, chunks: list[int], n_new: int, n_back: int, after: list[int]
+def test_trimmed_cache_continues_as_if_tokens_were_never_added(
+    name: str, chunks: list[int], n_new: int, n_trimmed: int, after: list[int]
 ) -> None:
-    cache = TAKING_BACK[name]()
+    cache = TRIMMABLE[name]()
     position = feed(cache, chunks)
     n_new = min(n_new, most_taken_back([cache]))
-    n_back = min(n_back, n_new - 1)
+    n_trimmed = min(n_trimmed, n_new - 1)
     if n_new < 2:
         return
-    again = copy.deepcopy(cache)
-    for live, n in ((cache, n_new), (again, n_new - n_back)):
+    reference = copy.deepcopy(cache)
+    for live, n in ((cache, n_new), (reference, n_new - n_trimmed)):
         live.update_and_fetch(*kv(n, position))
-    assert cache.trim(n_back) == n_back
-    position += n_new - n_back
+    assert cache.trim(n_trimmed) == n_trimmed
+    position += n_new - n_trimmed
     for n in after:
         seen = []
-        for live in (cache, again):
+        for live in (cache, reference):
             fetched, _ = live.update_and_fetch(*kv(n, position))
             window = [at for at in fetched[0, 0, :, 0].tolist() if at > position - 16]
             seen.append((sorted(window), live.make_mask(n).tolist() if "Batch" in name else None))
@@ -235,10 +235,10 @@ def test_what_is_taken_back_was_never_there(
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, int | list) else str(value),
 )
-def test_no_more_is_taken_back_than_a_cache_can_lose(
+def test_trim_limit_is_the_smallest_limit_of_all_caches(
     cache: Any, chunks: list[int], expected: int
 ) -> None:
-    """mlx-lm says that a ConcatenateKVCache can be trimmed, but it still returns all keys."""
+    """mlx-lm can trim a ConcatenateKVCache, but the cache still returns all keys."""
     position = 0
     for n in chunks:
         keys, values = kv(n, position)
@@ -248,5 +248,5 @@ def test_no_more_is_taken_back_than_a_cache_can_lose(
     assert most_taken_back([KVCache(), cache]) == expected
 
 
-def test_of_no_caches_nothing_is_taken_back() -> None:
+def test_trim_limit_without_caches_is_zero() -> None:
     assert most_taken_back([]) == 0

@@ -1,4 +1,4 @@
-"""A cache class that mlx-lm may get one day: an entry in `KINDS` makes it supported."""
+"""An entry in `KINDS` is enough to support a new cache class of mlx-lm."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..conftest import tiny_llama
 
 
 class DoublingKVCache(_BaseCache):  # type: ignore[misc]
-    """Full attention: the room of its buffers doubles. It cannot forget its last tokens."""
+    """A cache for full attention whose buffers double when full. It cannot be trimmed."""
 
     def __init__(self) -> None:
         self.keys: mx.array | None = None
@@ -86,13 +86,13 @@ def known_class(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KINDS, DoublingKVCache, CacheKind(GroupKind.FULL))
 
 
-def test_without_an_entry_it_is_refused_by_name(model: Any) -> None:
+def test_new_cache_class_without_an_entry_is_refused_by_name(model: Any) -> None:
     with pytest.raises(ModelNotSupported, match="layer 1 has a DoublingKVCache: the plugin does"):
         probe_model(model)
 
 
 @pytest.mark.usefixtures("known_class")
-def test_with_an_entry_it_stays_in_full_precision_beside_quantized_layers(model: Any) -> None:
+def test_new_cache_class_stays_in_full_precision_among_quantized_layers(model: Any) -> None:
     spec = probe_model(model)
     quantized, new = spec.groups
     assert quantized.precision is not None and quantized.cache == "KVCache"
@@ -108,24 +108,24 @@ def planned(model: Any) -> ModelCacheSpec:
 
 
 @pytest.mark.usefixtures("known_class")
-def test_with_an_entry_conversations_are_stored_restored_and_batched(
-    model: Any, tmp_path: Path
-) -> None:
-    """Prompts end in the first and second block; the canary cannot step back."""
+def test_new_cache_class_is_stored_restored_and_batched(model: Any, tmp_path: Path) -> None:
+    """Prompts end in the first and second block; the canary cannot trim the new class."""
     with server_attention():
         spec = planned(model)
         stored = StoredModel(model, spec, tmp_path)
         prompts = [[i % 60 + 2 for i in random_ids(n, n)] for n in (40, 300)]
         expected = [alone(model, Row([ids], spec.make_cache())) for ids in prompts]
-        for ids, right in zip(prompts, expected, strict=True):
-            stored.answer([ids], 8, right.ids)
-            follow = [*ids, *right.ids, 5, 6, 7]
+        for ids, reply_alone in zip(prompts, expected, strict=True):
+            stored.answer([ids], 8, reply_alone.ids)
+            next_prompt = [*ids, *reply_alone.ids, 5, 6, 7]
             stored.restart()
-            again = stored.answer([follow], 8)
+            next_reply = stored.answer([next_prompt], 8)
             assert stored.outcomes[-1].n_reused == len(ids) + 8
-            scratch = alone(model, Row([follow], spec.make_cache(), reply=again.ids))
-            np.testing.assert_allclose(again.logprobs, scratch.logprobs, atol=1e-3)
+            uncached_reply = alone(
+                model, Row([next_prompt], spec.make_cache(), reply=next_reply.ids)
+            )
+            np.testing.assert_allclose(next_reply.logprobs, uncached_reply.logprobs, atol=1e-3)
         stored.close()
         together = generate(model, [Row([ids], spec.make_cache()) for ids in prompts])
-    for right, reply in zip(expected, together, strict=True):
-        np.testing.assert_allclose(reply.logprobs, right.logprobs, atol=1e-3)
+    for reply_alone, reply in zip(expected, together, strict=True):
+        np.testing.assert_allclose(reply.logprobs, reply_alone.logprobs, atol=1e-3)

@@ -1,4 +1,4 @@
-"""A model that reads arrays computes the same however its prompt is cut, and after a restore."""
+"""A model that reads arrays gives equal results for all chunk sizes and after a restore."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ IDS = random_ids(5, 700)
 
 @pytest.fixture(params=["gemma2", "deepseek_v3"])
 def model(request: pytest.FixtureRequest) -> Any:
-    """A model that stock serves one request at a time, and one for which a seed makes it do so."""
+    """Models that stock serves one request at a time: deepseek_v3 only for requests with a seed."""
     model = build(request.param)
     spec = probe_model(model)
     assert not any(hasattr(slot, "bits") for slot in slots_of(spec.make_cache()))
@@ -35,15 +35,15 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 
 def logprobs(model: Any, ids: Sequence[int], caches: list[Any], step: int) -> mx.array:
-    """Return the next token's, as stock computes them for one request at a time."""
-    ((_, found),) = generate_step(
+    """Return the next token's log-probabilities, from stock's code for single requests."""
+    ((_, next_logprobs),) = generate_step(
         mx.array(list(ids)), model, max_tokens=1, prompt_cache=caches, prefill_step_size=step
     )
-    assert isinstance(found, mx.array)
-    return found
+    assert isinstance(next_logprobs, mx.array)
+    return next_logprobs
 
 
-def test_the_cut_does_not_matter(model: Any) -> None:
+def test_chunk_size_does_not_change_logprobs(model: Any) -> None:
     spec = probe_model(model)
     expected = logprobs(model, IDS, spec.make_cache(), 256)
     for step in (2048, 300, 100):
@@ -61,10 +61,10 @@ def test_the_cut_does_not_matter(model: Any) -> None:
         (3, 20, [20]),
     ],
 )
-def test_a_short_piece_is_computed_token_by_token_if_kernels_are_compiled_for_few_rows(
+def test_short_chunks_run_token_by_token_if_few_rows_compile_kernels(
     n_before: int, n_tokens: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call that is not cut has as many rows as in stock."""
+    """A call that ends within its block has the same number of rows as in stock."""
     monkeypatch.setattr(kinds, "least_rows", lambda: 33)
     calls: list[int] = []
 
@@ -87,7 +87,7 @@ def test_a_short_piece_is_computed_token_by_token_if_kernels_are_compiled_for_fe
 
 
 @pytest.mark.parametrize("n_restored", [256, 300, 511])
-def test_what_is_restored_goes_on_as_it_was_computed(model: Any, n_restored: int) -> None:
+def test_restored_caches_continue_like_computed_caches(model: Any, n_restored: int) -> None:
     spec = probe_model(model)
     expected = logprobs(model, IDS, spec.make_cache(), 2048)
     filled = spec.make_cache()
@@ -101,19 +101,19 @@ def test_what_is_restored_goes_on_as_it_was_computed(model: Any, n_restored: int
     np.testing.assert_allclose(found, expected, atol=1e-3)
 
 
-def test_rows_of_a_batch_and_embedded_images_are_given_as_they_come() -> None:
-    given = []
+def test_batches_stay_whole_and_embeddings_are_cut_with_their_tokens() -> None:
+    shapes = []
 
     class Model:
         def __call__(self, ids: mx.array, cache: Any = None, **others: mx.array) -> mx.array:
-            given.append([ids.shape, *(x.shape for x in others.values())])
+            shapes.append([ids.shape, *(x.shape for x in others.values())])
             return ids
 
     model = Model()
     before = signature(model.__call__)
     end_on_grid(model)
-    assert signature(model.__call__) == before  # mlx-lm asks it for images
+    assert signature(model.__call__) == before  # mlx-lm reads it to find models with images
     caches: list[Any] = [SequenceQuantizedKVCache(KVPrecision.of())]
     assert model(mx.zeros((2, 600)), cache=caches).shape == (2, 600)
     assert model(mx.zeros((1, 300)), cache=caches, embeddings=mx.zeros((1, 300, 8))).shape[1] == 300
-    assert given == [[(2, 600)], [(1, 256), (1, 256, 8)], [(1, 44), (1, 44, 8)]]
+    assert shapes == [[(2, 600)], [(1, 256), (1, 256, 8)], [(1, 44), (1, 44, 8)]]

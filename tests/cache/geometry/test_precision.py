@@ -29,14 +29,14 @@ from mlx_lm_kvpersist.cache.live.packed import (
 from ..conftest import tiny_llama
 
 
-def test_reads_like_a_name() -> None:
+def test_precision_name_has_bits_and_group_size() -> None:
     assert str(KVPrecision.of()) == "4b64"
     assert str(KVPrecision.of(8, 32)) == "8b32"
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
-def test_sizes_are_those_of_mx_quantize(bits: int, group_size: int) -> None:
+def test_array_sizes_match_mx_quantize(bits: int, group_size: int) -> None:
     shape = TensorShape(2, 256, "float16")
     precision = KVPrecision.of(bits, group_size)
     group = LayerGroup("0", GroupKind.FULL, "KVCache", (0, 1), shape, shape, precision)
@@ -48,8 +48,8 @@ def test_sizes_are_those_of_mx_quantize(bits: int, group_size: int) -> None:
     assert group.full_precision_bytes == 2 * 2 * 2 * 256 * 2
 
 
-def test_scales_have_16_bits_whatever_the_model_computes_in() -> None:
-    """bfloat16 for float32: no number that a model computes with is too large for it."""
+def test_scales_have_16_bits_for_every_model_dtype() -> None:
+    """float32 gets bfloat16 scales, which have the same range of numbers."""
     x = mx.random.normal((1, 2, 5, 64), key=mx.random.key(1))
     for dtype, scales in ((mx.float32, mx.bfloat16), (mx.float16, mx.float16)):
         packed = quantize(x.astype(dtype), Quantization(8, 32))
@@ -69,7 +69,7 @@ def test_a_head_is_padded_to_whole_groups() -> None:
     assert str(KVPrecision.of(4, 32).fitted(80, 80)) == "4p16b32"
 
 
-def test_values_may_take_other_bits() -> None:
+def test_keys_and_values_may_have_different_bits() -> None:
     precision = KVPrecision.of(8, 64, 4)
     assert str(precision) == "k8v4b64"
     assert (precision.keys, precision.values) == (Quantization(8, 64), Quantization(4, 64))
@@ -89,7 +89,7 @@ def test_values_may_take_other_bits() -> None:
         (KVPrecision.of(6, 64, 4, rotated=True).fitted(64, 56), "k6rv4rp8b64"),
     ],
 )
-def test_a_precision_has_its_name(precision: KVPrecision, name: str) -> None:
+def test_precision_names_are_stable(precision: KVPrecision, name: str) -> None:
     """Names are part of every stored conversation's root: they must not change."""
     assert str(precision) == name
     bits = f"keys {precision.keys.bits} bits, values {precision.values.bits}"
@@ -97,12 +97,15 @@ def test_a_precision_has_its_name(precision: KVPrecision, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["16b64", "k16v4b64", "k77v4b64", "k4b64", "4b", "b64"])
-def test_what_is_no_name_is_shown_as_it_is(name: str) -> None:
+def test_invalid_layout_names_are_shown_unchanged(name: str) -> None:
     assert layout_in_words(name) == name
 
 
 def test_rotation_is_part_of_the_name() -> None:
-    assert [str(KVPrecision.of(4, 64, rotated=one)) for one in (False, True)] == ["4b64", "4rb64"]
+    assert [str(KVPrecision.of(4, 64, rotated=rotated)) for rotated in (False, True)] == [
+        "4b64",
+        "4rb64",
+    ]
     assert str(KVPrecision.of(6, 32, 4, rotated=True)) == "k6rv4rb32"
 
 
@@ -118,22 +121,22 @@ def test_rotating_keeps_products_and_spreads_outliers(dim: int) -> None:
     assert mx.abs(matrix @ matrix.T - mx.eye(dim)).max() < 1e-5
     x = mx.random.normal((3, dim), key=mx.random.key(1))
     assert mx.abs(as_it_came(prepared(x, how), how) - x).max() < 1e-4
-    one = prepared(mx.eye(dim)[:1], how)
-    assert mx.abs(one).max() < 3 * width**-0.5
+    outlier = prepared(mx.eye(dim)[:1], how)
+    assert mx.abs(outlier).max() < 3 * width**-0.5
 
 
 @pytest.mark.parametrize(
     ("dim", "width"), [(64, 64), (80, 96), (96, 96), (112, 128), (128, 128), (192, 192), (256, 256)]
 )
 def test_usual_head_sizes_have_a_hadamard_matrix(dim: int, width: int) -> None:
-    """All entries have the same size: nothing spreads better."""
+    """All its entries have the same magnitude, which spreads outliers best."""
     assert mx.abs(mx.abs(rotation(dim, width, mx.float32)) - width**-0.5).max() < 1e-5
 
 
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("dim", HEAD_SIZES)
 def test_padding_costs_no_precision(dim: int, rotated: bool) -> None:
-    """The error is at most that of whole groups of such numbers."""
+    """The error is about that of whole groups without padding."""
     x = mx.random.normal((1, 2, 500, dim), key=mx.random.key(3))
     how = Quantization(6, 32, rotated).fitted(dim)
     packed = quantize(x, how)
@@ -146,7 +149,7 @@ def test_padding_costs_no_precision(dim: int, rotated: bool) -> None:
     assert error < 1.03 * expected.mean()
 
 
-def test_what_is_rotated_is_read_as_it_came() -> None:
+def test_rotated_numbers_are_read_back_with_smaller_errors() -> None:
     x = mx.random.normal((1, 2, 5, 96), key=mx.random.key(2))
     x[..., 7] *= 40
     errors = {}
@@ -158,7 +161,7 @@ def test_what_is_rotated_is_read_as_it_came() -> None:
     assert errors[True] < errors[False] / 2
 
 
-def test_what_is_asked_for_names_what_to_try() -> None:
+def test_precision_choice_lists_its_candidates() -> None:
     sizes = [KVPrecision.of(8, size, 4, rotated=True) for size in GROUP_SIZES]
     assert PrecisionChoice().candidates() == sizes
     assert PrecisionChoice(4, 4, 32, False).candidates() == [KVPrecision.of(4, 32)]
@@ -167,7 +170,7 @@ def test_what_is_asked_for_names_what_to_try() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "said"),
+    ("layout", "words"),
     [
         ("4b64", "keys 4 bits, values 4"),
         ("4rb64", "keys 4 bits, values 4, rotated"),
@@ -185,15 +188,15 @@ def test_what_is_asked_for_names_what_to_try() -> None:
         ("", ""),
     ],
 )
-def test_layouts_can_be_read(layout: str, said: str) -> None:
-    assert layout_in_words(layout) == said
+def test_layouts_are_described_in_words(layout: str, words: str) -> None:
+    assert layout_in_words(layout) == words
 
 
-def test_the_layouts_of_specs_are_understood() -> None:
+def test_layouts_of_probed_models_are_described_in_words() -> None:
     model = tiny_llama()
-    for choice, said in (
+    for choice, words in (
         (PrecisionChoice(4, 4, rotated=False), "keys 4 bits, values 4"),
         (PrecisionChoice(), "keys 8 bits, values 4, rotated"),
     ):
         spec = probe_model(model, choice)
-        assert layout_in_words(spec.layout).startswith(said)
+        assert layout_in_words(spec.layout).startswith(words)

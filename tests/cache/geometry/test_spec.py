@@ -37,7 +37,7 @@ from ..conftest import tiny_deepseek_v2, tiny_gemma3, tiny_llama, tiny_qwen3
 
 
 class OddLayers(nn.Module):  # type: ignore[misc]
-    """Layers that keep keys and values of the given shapes; the last `n_unused` keep nothing."""
+    """Layers that store KV of the given shapes; the last `n_unused` layers store nothing."""
 
     def __init__(
         self, shapes: list[tuple[int, int, int]], n_unused: int = 0, dtype: mx.Dtype = mx.float32
@@ -57,7 +57,7 @@ class OddLayers(nn.Module):  # type: ignore[misc]
 
 
 class ReadsItsCache(OddLayers):
-    """Looks into its caches from layer `reads` on, as models with an index of their own do."""
+    """A model that reads its caches from layer `reads` on, like models with their own index."""
 
     def __init__(self, shapes: list[tuple[int, int, int]], reads: int = 0) -> None:
         super().__init__(shapes)
@@ -90,7 +90,7 @@ def test_llama_is_one_group() -> None:
     assert spec.bits_per_number == 6.5
 
 
-def test_the_dtype_is_that_of_the_weights() -> None:
+def test_kv_dtype_follows_the_weights() -> None:
     model = tiny_llama()
     model.set_dtype(mx.bfloat16)
     spec = probe_model(model)
@@ -98,14 +98,14 @@ def test_the_dtype_is_that_of_the_weights() -> None:
     assert spec.bytes_per_token == 2 * 2 * (64 + 64 // 2 + 2 * 2 * 2)
 
 
-def test_keys_and_values_may_differ() -> None:
+def test_keys_and_values_may_have_different_head_sizes() -> None:
     spec = probe_model(tiny_deepseek_v2())
     (group,) = spec.groups
     assert group.keys and group.values and (group.keys.dim, group.values.dim) == (64, 32)
     assert spec.layout == "k8rv4rb32,c256"
 
 
-def test_layers_of_equal_geometry_are_a_group() -> None:
+def test_layers_of_equal_geometry_form_a_group() -> None:
     shapes = [(2, 64, 64), (4, 128, 64), (2, 64, 64)]
     spec = probe_model(OddLayers(shapes))
     assert [group.slots for group in spec.groups] == [(0, 2), (1,)]
@@ -120,12 +120,12 @@ def test_layers_of_equal_geometry_are_a_group() -> None:
         *((100, "k8rp28v4rp28b64"), (112, "k8rp16v4rp16b64"), (192, "k8rv4rb64")),
     ],
 )
-def test_the_group_size_with_the_least_padding_is_taken(head_dim: int, form: str) -> None:
-    """The first of several; sizes without padding have the names of stored conversations."""
+def test_group_size_with_the_least_padding_is_chosen(head_dim: int, form: str) -> None:
+    """The first of equal sizes is chosen. Without padding, names must match existing stores."""
     assert probe_model(tiny_qwen3(head_dim=head_dim)).layout == f"{form},c256"
 
 
-def test_keys_and_values_are_padded_each_for_itself() -> None:
+def test_keys_and_values_are_padded_separately() -> None:
     (group,) = probe_model(OddLayers([(2, 80, 64)]), PrecisionChoice(6, 4)).groups
     assert str(group.precision) == "k6rp16v4rb32"
     assert {name: shape for name, shape, _ in token_arrays([group], 10)} == {
@@ -140,7 +140,7 @@ def test_keys_and_values_are_padded_each_for_itself() -> None:
     assert [shape for _, shape, _ in computed] == [(1, 2, 3, 80), (1, 2, 3, 64)]
 
 
-def test_a_group_size_can_be_asked_for() -> None:
+def test_requested_group_size_is_used() -> None:
     assert probe_model(tiny_llama(), PrecisionChoice(8, 8, 32)).layout == "8rb32,c256"
     wide = probe_model(tiny_llama(), PrecisionChoice(group_size=128))
     assert wide.layout == "k8rp64v4rp64b128,c256"
@@ -162,13 +162,13 @@ def test_keys_may_have_more_bits_than_values() -> None:
         ([(2, 4, 4)] * 2, "full"),
     ],
 )
-def test_the_layout_counts_layers_only_if_they_differ(
+def test_layout_counts_layers_only_if_their_precisions_differ(
     shapes: list[tuple[int, int, int]], layout: str
 ) -> None:
     assert probe_model(OddLayers(shapes)).layout == layout
 
 
-def test_nothing_is_quantized_unless_asked_for() -> None:
+def test_requested_full_precision_quantizes_nothing() -> None:
     spec = probe_model(tiny_llama(), PrecisionChoice(16, 16))
     assert spec.layout == "full" and spec.groups[0].why == "full precision is requested"
     assert [type(cache) for cache in spec.make_cache()] == [KVCache, KVCache]
@@ -185,33 +185,33 @@ def test_nothing_is_quantized_unless_asked_for() -> None:
     ],
     ids=["head-4", "no-values", "integers", "reads-its-cache"],
 )
-def test_what_cannot_be_quantized_stays_in_its_own_precision(
+def test_groups_that_cannot_be_quantized_stay_in_full_precision(
     make_model: Callable[[], Any], why: str
 ) -> None:
     (group,) = probe_model(make_model()).groups
     assert group.precision is None and group.why.startswith(why)
 
 
-def test_only_the_group_that_the_model_cannot_take_stays_plain() -> None:
+def test_only_groups_that_reject_quantized_caches_stay_in_full_precision() -> None:
     spec = probe_model(ReadsItsCache([(2, 64, 64), (1, 128, 128)], reads=1))
     assert [str(group.precision) for group in spec.groups] == ["k8rv4rb64", "None"]
     assert [type(cache) for cache in spec.make_cache()] == [SequenceQuantizedKVCache, KVCache]
 
 
-def test_a_layer_that_keeps_nothing_is_in_no_group() -> None:
+def test_layer_without_kv_is_in_no_group() -> None:
     spec = probe_model(OddLayers([(2, 64, 64)], n_unused=1))
     assert [group.slots for group in spec.groups] == [(0,)]
     assert [type(cache) for cache in spec.make_cache()] == [SequenceQuantizedKVCache, KVCache]
 
 
-def test_windows_are_a_group_of_their_own() -> None:
+def test_window_layers_form_a_separate_group() -> None:
     spec = probe_model(tiny_gemma3())
     sliding, full = spec.groups
     assert (sliding.kind, sliding.window, sliding.slots) == (GroupKind.SLIDING, 16, (0,))
     assert sliding.precision is None and full.precision == DEFAULT
     assert list(spec.sliding) == [16] and not spec.any_prefix
     assert spec.layout == "k8rv4rb64,c256,w16"
-    # Its window, and the newest tokens of the other layers.
+    # The window of the first layer, and the newest tokens of the second.
     assert spec.bytes_per_checkpoint == (16 + 255) * 2 * 64 * 4
 
 
@@ -232,14 +232,14 @@ def test_windows_are_a_group_of_their_own() -> None:
     ],
     ids=["no-layers", "fails", "pinned-tokens", "quantized", "composite"],
 )
-def test_what_cannot_be_kept_is_refused_by_reason(
+def test_unsupported_models_are_refused_with_the_reason(
     make_model: Callable[[], Any], reason: str
 ) -> None:
     with pytest.raises(ModelNotSupported, match=reason):
         probe_model(make_model())
 
 
-def test_a_subclass_of_a_known_cache_is_not_a_known_cache() -> None:
+def test_subclass_of_a_known_cache_class_is_refused() -> None:
     class Special(KVCache):  # type: ignore[misc]
         pass
 
@@ -249,7 +249,7 @@ def test_a_subclass_of_a_known_cache_is_not_a_known_cache() -> None:
         probe_model(model)
 
 
-def test_makes_a_cache_for_every_layer(llama_spec: ModelCacheSpec) -> None:
+def test_spec_makes_a_separate_cache_for_every_layer(llama_spec: ModelCacheSpec) -> None:
     caches = llama_spec.make_cache()
     assert [type(cache) for cache in caches] == [SequenceQuantizedKVCache] * 2
     assert caches[0] is not caches[1] and caches[0].newest is not caches[1].newest
@@ -264,21 +264,21 @@ def test_a_quantized_cache_is_made_without_a_deep_copy(
     assert len(llama_spec.make_cache()) == 2
 
 
-def test_the_description_is_json(llama_spec: ModelCacheSpec) -> None:
+def test_spec_description_is_json(llama_spec: ModelCacheSpec) -> None:
     described = llama_spec.describe()
     assert json.loads(json.dumps(described)) == described
     assert described["layout"] == "k8rv4rb64,c256"
     assert described != probe_model(tiny_llama(), PrecisionChoice(8, 8)).describe()
 
 
-def test_block_arrays_add_up_to_the_bytes_of_their_tokens() -> None:
+def test_block_arrays_have_the_predicted_bytes_per_token() -> None:
     spec = probe_model(tiny_deepseek_v2())
     arrays = {name: mx.zeros(shape, dtype) for name, shape, dtype in token_arrays(spec.full, 10)}
     assert arrays_fit(token_arrays(spec.full, 10), arrays) is None
     assert n_bytes(arrays) == 10 * spec.bytes_per_token
 
 
-def test_what_does_not_fit_is_named(llama_spec: ModelCacheSpec) -> None:
+def test_mismatched_block_arrays_are_named(llama_spec: ModelCacheSpec) -> None:
     spec = llama_spec
     arrays = {name: mx.zeros(shape, dtype) for name, shape, dtype in token_arrays(spec.full, 10)}
     assert arrays_fit(token_arrays(spec.full, 9), arrays) == (
@@ -295,7 +295,7 @@ def test_what_does_not_fit_is_named(llama_spec: ModelCacheSpec) -> None:
 
 
 def test_all_kinds_of_groups_are_described() -> None:
-    """What `mlx-lm-kvpersist spec --json` shows, and what the sizes add up to."""
+    """The output of `mlx-lm-kvpersist spec --json`, and the sums of its sizes."""
     keys, values = TensorShape(3, 64, "float16"), TensorShape(3, 32, "float16")
     mixed = KVPrecision.of(8, 32, 4)
     full = LayerGroup("0", GroupKind.FULL, "KVCache", (0, 2), keys, values, mixed)
@@ -358,18 +358,18 @@ def test_all_kinds_of_groups_are_described() -> None:
     assert spec != replace(spec, batches=True) and "plate" not in repr(spec)
 
 
-def test_unlike_allocations_have_unlike_layouts() -> None:
-    """Also for groups of several geometries, each in one precision."""
+def test_different_precisions_of_layers_give_different_layouts() -> None:
+    """Also if each group has its own geometry."""
     shapes = [TensorShape(2, dim, "float32") for dim in (64, 128, 192)]
 
     def layout(*bits: int) -> str:
         groups = [
             LayerGroup(
-                str(n), GroupKind.FULL, "KVCache", (n,), shape, shape, KVPrecision.of(of, 64)
+                str(n), GroupKind.FULL, "KVCache", (n,), shape, shape, KVPrecision.of(n_bits, 64)
             )
-            for n, (shape, of) in enumerate(zip(shapes, bits, strict=True))
+            for n, (shape, n_bits) in enumerate(zip(shapes, bits, strict=True))
         ]
         return ModelCacheSpec(tuple(groups), []).layout
 
-    found = {layout(*bits) for bits in ((4, 6, 6), (4, 6, 4), (4, 4, 6), (4, 4, 4), (6, 4, 4))}
-    assert len(found) == 5 and layout(4, 4, 4) == "4b64,c256"
+    layouts = {layout(*bits) for bits in ((4, 6, 6), (4, 6, 4), (4, 4, 6), (4, 4, 4), (6, 4, 4))}
+    assert len(layouts) == 5 and layout(4, 4, 4) == "4b64,c256"
