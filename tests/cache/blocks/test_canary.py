@@ -39,23 +39,23 @@ CHOICES = {
 def stored(
     model: Any, ids: list[int], choice: PrecisionChoice | None = None
 ) -> tuple[ModelCacheSpec, Pieces]:
-    """Return the blocks of ids, and the newest of them as they were computed."""
+    """Return the spec, and the blocks of `ids` with the newest tokens in full precision."""
     spec = probe_model(model, choice)
     caches = spec.make_cache()
     for start in range(0, len(ids), 256):
         mx.eval(model(mx.array([ids[start : start + 256]]), cache=caches))
     ranges = [(start, min(start + 256, len(ids))) for start in range(0, len(ids), 256)]
     blocks = split(spec.full, caches, ranges)
-    parts = [Piece(block, 0, b - a) for block, (a, b) in zip(blocks, ranges, strict=True)]
-    return spec, Pieces(len(ids), parts, newest=copy_newest(spec.quantized, caches, len(ids)))
+    pieces = [Piece(block, 0, b - a) for block, (a, b) in zip(blocks, ranges, strict=True)]
+    return spec, Pieces(len(ids), pieces, newest=copy_newest(spec.quantized, caches, len(ids)))
 
 
-def sing(model: Any, spec: ModelCacheSpec, pieces: Pieces, ids: list[int]) -> float:
+def difference_over(model: Any, spec: ModelCacheSpec, pieces: Pieces, ids: list[int]) -> float:
     return canary_difference(model, spec, join(spec, pieces, 64), ids)
 
 
 class Calls:
-    """A model that notes how many rows each call has."""
+    """A model that records the number of rows of each call."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -73,7 +73,7 @@ def changed(piece: Piece, change: Callable[[str, mx.array], mx.array]) -> Piece:
 
 @pytest.fixture(params=[1, 33])
 def least_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The least rows of a call on the CPU and Metal, and on CUDA."""
+    """The minimum number of rows of a call: 1 on the CPU and Metal, 33 on CUDA."""
     monkeypatch.setattr(blocks, "least_rows", lambda: request.param)
     return int(request.param)
 
@@ -91,22 +91,22 @@ def least_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         (289, [8], [33]),
     ],
 )
-def test_its_calls_have_one_row_or_enough(
+def test_canary_calls_have_one_row_or_at_least_the_minimum(
     n_tokens: int, cpu: list[int], cuda: list[int], choice: str, least_rows: int
 ) -> None:
-    """MLX's CUDA build compiles kernels for calls of 2 to 32 rows, and a request would wait."""
+    """MLX's CUDA build compiles kernels for calls of 2 to 32 rows, which would delay a request."""
     ids = [i % 60 + 2 for i in range(n_tokens)]
     spec, pieces = stored(model := tiny_model(), ids, CHOICES[choice])
     calls = Calls(model)
     canary_difference(calls, spec, join(spec, pieces, 64), ids)
     expected = cpu if least_rows == 1 else cuda
-    if choice == "full precision" and n_tokens > 256:  # it steps back over the end of a block
+    if choice == "full precision" and n_tokens > 256:  # the canary goes back into the block before
         expected = [8] if least_rows == 1 else [33]
     assert calls.rows == expected
     assert all(n == 1 or n >= least_rows for n in calls.rows)
 
 
-def test_after_an_image_its_calls_have_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_canary_calls_after_an_image_have_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "least_rows", lambda: 33)
     spec, pieces = stored(model := tiny_model(), IDS)
     calls = Calls(model)
@@ -120,50 +120,52 @@ def test_after_an_image_its_calls_have_one_row(monkeypatch: pytest.MonkeyPatch) 
     least_rows=[1, 33],
     indirect=["least_rows"],
 )
-def test_quiet_over_what_the_model_computed(n_tokens: int, choice: str, least_rows: int) -> None:
+def test_canary_accepts_computed_kv_and_leaves_it_unchanged(
+    n_tokens: int, choice: str, least_rows: int
+) -> None:
     model = tiny_model()
     spec, pieces = stored(model, IDS[:n_tokens], CHOICES[choice])
-    # Noise that computing again does not repeat: the stored values are put back, not the new ones.
+    # Recomputing gives no such noise, so the test fails unless the stored values are put back.
     noisy = [
         changed(piece, lambda _, x: x if x.dtype == mx.uint32 else 1.01 * x)
         for piece in pieces.blocks
     ]
     caches = join(spec, replace(pieces, blocks=noisy), 64)
 
-    def held() -> list[mx.array]:
+    def cached_arrays() -> list[mx.array]:
         sides = [side for cache in caches for side in packed_tokens(cache, 0, n_tokens)]
         quantized = [cache for cache in caches if hasattr(cache, "newest")]
         newest = [x for cache in quantized if n_tokens % 256 for x in cache.newest.view()]
         return [*newest, *(x for side in sides for x in arrays_of(side))]
 
-    before = [mx.array(x) for x in held()]
+    before = [mx.array(x) for x in cached_arrays()]
     assert canary_difference(model, spec, caches, IDS[:n_tokens]) < CANARY_TOLERANCE / (
         1 if n_tokens == 256 else 2
     )
-    assert all(mx.array_equal(a, b) for a, b in zip(before, held(), strict=True))
+    assert all(mx.array_equal(a, b) for a, b in zip(before, cached_arrays(), strict=True))
     assert all(cache.size() == n_tokens for cache in caches)
 
 
 @pytest.mark.usefixtures("least_rows")
-def test_loud_over_other_tokens_and_other_positions() -> None:
+def test_canary_rejects_other_tokens_and_shifted_positions() -> None:
     model = tiny_model()
     spec, pieces = stored(model, IDS)
-    assert sing(model, spec, pieces, [*IDS[:-8], *IDS[:8]]) > CANARY_TOLERANCE
+    assert difference_over(model, spec, pieces, [*IDS[:-8], *IDS[:8]]) > CANARY_TOLERANCE
     # The same tokens, computed one position later.
     _, shifted = stored(model, [5, *IDS])
-    assert sing(model, spec, shifted, [5, *IDS[1:], IDS[-1]]) > CANARY_TOLERANCE
+    assert difference_over(model, spec, shifted, [5, *IDS[1:], IDS[-1]]) > CANARY_TOLERANCE
 
 
 @pytest.mark.usefixtures("least_rows")
-def test_loud_over_another_models_blocks() -> None:
+def test_canary_rejects_blocks_of_another_model() -> None:
     model, other = tiny_model(), tiny_model(seed=8)
     spec, pieces = stored(other, IDS)
-    assert sing(model, spec, pieces, IDS) > CANARY_TOLERANCE
+    assert difference_over(model, spec, pieces, IDS) > CANARY_TOLERANCE
 
 
 @pytest.mark.parametrize("choice", ["default", "8"])
 @pytest.mark.usefixtures("least_rows")
-def test_loud_where_one_layer_is_wrong(choice: str) -> None:
+def test_canary_rejects_one_wrong_layer(choice: str) -> None:
     model = tiny_model()
     spec, pieces = stored(model, IDS, CHOICES[choice])
     for wrong in ("0.k", "0.v"):
@@ -171,4 +173,4 @@ def test_loud_where_one_layer_is_wrong(choice: str) -> None:
             name: mx.concatenate([x[:1], -x[1:]], axis=0) if name == wrong else x
             for name, x in pieces.newest.items()
         }
-        assert sing(model, spec, replace(pieces, newest=newest), IDS) > CANARY_TOLERANCE
+        assert difference_over(model, spec, replace(pieces, newest=newest), IDS) > CANARY_TOLERANCE

@@ -75,12 +75,12 @@ def caches_of(n_tokens: int, spec: ModelCacheSpec = SPEC) -> list[SequenceQuanti
 
 
 def assert_same(
-    found: list[SequenceQuantizedKVCache],
+    actual: list[SequenceQuantizedKVCache],
     expected: list[SequenceQuantizedKVCache],
     start: int,
     stop: int,
 ) -> None:
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         for x, y in zip(
             packed_tokens(a, 0, stop - start), packed_tokens(b, start, stop), strict=True
         ):
@@ -96,7 +96,7 @@ def assert_same(
     headroom=st.integers(0, 700),
     whole=st.booleans(),
 )
-def test_any_cut_joins_to_the_same_bits(
+def test_split_blocks_join_to_the_same_bits(
     sizes: list[int], first: int, rest: int, last_used: float, headroom: int, whole: bool
 ) -> None:
     total = first + sum(sizes)
@@ -117,7 +117,7 @@ def test_any_cut_joins_to_the_same_bits(
     assert_same(restored, caches, first, first + sum(used))
 
 
-def test_ranges_may_leave_gaps() -> None:
+def test_split_accepts_ranges_with_gaps() -> None:
     caches = caches_of(100)
     for block, (start, stop) in zip(
         split(SPEC.full, caches, [(3, 20), (40, 41)]), [(3, 20), (40, 41)], strict=True
@@ -126,12 +126,12 @@ def test_ranges_may_leave_gaps() -> None:
     assert split(SPEC.full, caches, []) == []
 
 
-def test_a_block_names_its_arrays() -> None:
+def test_block_arrays_are_named_by_group_side_and_field() -> None:
     (block,) = split(SPEC.full, caches_of(10), [(0, 10)])
     assert list(block) == [
-        f"{group}.{part}.{field}"
+        f"{group}.{side}.{field}"
         for group in "01"
-        for part in "kv"
+        for side in "kv"
         for field in ("weights", "scales", "biases")
     ]
     assert block["0.k.weights"].shape == (2, 2, 10, 8)
@@ -140,7 +140,7 @@ def test_a_block_names_its_arrays() -> None:
 
 
 def test_blocks_share_no_memory_with_the_caches() -> None:
-    """Also if a group has one layer of one head, whose slice would need no copy."""
+    """Even if a group has one layer with one head, whose slice would need no copy."""
     mx.clear_cache()
     caches = caches_of(2000)
     mx.eval([cache.state for cache in caches])
@@ -156,17 +156,17 @@ def test_blocks_share_no_memory_with_the_caches() -> None:
 
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("headroom", [0, 64])
-def test_every_layer_has_buffers_of_its_own(headroom: int, whole: bool) -> None:
+def test_joined_layers_share_no_buffers_with_blocks(headroom: int, whole: bool) -> None:
     (block,) = split(SPEC.full, caches_of(10), [(0, 10)])
     restored = join_blocks(SPEC, [(block, 10)], headroom, whole=whole)
-    held = mx.get_active_memory()
+    active_bytes = mx.get_active_memory()
     in_blocks = {(address(x), x.nbytes) for x in block.values()}
     for cache in restored:
         for packed in (cache.keys, cache.values):
             assert packed is not None
             for x in packed:
                 assert not any(start <= address(x) < start + n for start, n in in_blocks)
-    assert mx.get_active_memory() == held
+    assert mx.get_active_memory() == active_bytes
 
 
 def test_a_restored_cache_appends_in_place() -> None:
@@ -178,7 +178,7 @@ def test_a_restored_cache_appends_in_place() -> None:
     assert [address(x) for x in cache.keys] == before
 
 
-def test_splitting_a_long_cache_needs_little_more_than_the_blocks() -> None:
+def test_splitting_a_long_cache_needs_little_more_memory_than_blocks() -> None:
     caches = caches_of(8193)
     mx.eval([cache.state for cache in caches])
     mx.clear_cache()
@@ -188,7 +188,7 @@ def test_splitting_a_long_cache_needs_little_more_than_the_blocks() -> None:
     assert mx.get_peak_memory() - before < 1.3 * sum(map(n_bytes, blocks))
 
 
-def test_cutting_the_last_whole_block_of_a_batch_copies_no_other_tokens() -> None:
+def test_splitting_the_last_block_of_a_batch_copies_few_bytes() -> None:
     batch = [cache.merge([cache]) for cache in caches_of(7936)]
     for cache, last in zip(batch, caches_of(256), strict=True):
         cache.update_and_fetch(last.newest.keys, last.newest.values)
@@ -200,8 +200,8 @@ def test_cutting_the_last_whole_block_of_a_batch_copies_no_other_tokens() -> Non
     assert mx.get_peak_memory() - before < 10 * n_bytes(block)  # the batch is 32 blocks
 
 
-def test_the_arrays_are_evaluated() -> None:
-    """Another thread may only use arrays that need no stream of the thread that made them."""
+def test_split_and_joined_arrays_are_evaluated() -> None:
+    """Another thread cannot use the stream of the thread that made the arrays."""
     (block,) = split(SPEC.full, caches_of(10), [(0, 10)])
     arrays = list(block.values())
     for cache in join_blocks(SPEC, [(block, 10)], 5):
@@ -217,36 +217,36 @@ def test_the_arrays_are_evaluated() -> None:
         joined = join(MIXED, pieces, 5, whole=whole)
         arrays += [x for cache in joined[:3] for x in (cache.keys, cache.values)]
         arrays += [cache.cache[0] for cache in joined[3:]]
-    faults: list[BaseException] = []
+    errors: list[BaseException] = []
 
-    def look() -> None:
+    def read_arrays() -> None:
         try:
             for array in arrays:
                 array.tolist()
         except BaseException as error:
-            faults.append(error)
+            errors.append(error)
 
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=read_arrays)
     thread.start()
     thread.join()
-    assert not faults
+    assert not errors
 
 
-def test_no_blocks_are_empty_caches() -> None:
+def test_joining_no_blocks_gives_empty_caches() -> None:
     assert all(cache.empty() for cache in join_blocks(SPEC, [], 10))
 
 
-def test_a_range_beyond_what_a_cache_holds() -> None:
+def test_splitting_beyond_the_cached_tokens_raises_an_error() -> None:
     with pytest.raises(ValueError, match="of a cache that holds 0 to 100"):
         split(SPEC.full, caches_of(100), [(90, 101)])
 
 
 @pytest.mark.parametrize("n_blocks", [1, 3, 20])
-def test_many_small_copies_and_few_large_ones_give_the_same(
+def test_many_small_and_few_large_copies_give_the_same_blocks(
     monkeypatch: pytest.MonkeyPatch, n_blocks: int
 ) -> None:
     ranges = [(i * 10, i * 10 + 10) for i in range(n_blocks)]
-    found = []
+    blocks_of_runs = []
     for few in (False, True):
         name = "mlx_lm_kvpersist.cache.blocks.prefers_few_copies"
         monkeypatch.setattr(name, lambda few=few: few)
@@ -258,12 +258,12 @@ def test_many_small_copies_and_few_large_ones_give_the_same(
             used = [(block, 10) for block in blocks]
             restored = join_blocks(SPEC, used, 64, whole=whole)
             assert_same(restored, caches, 0, 10 * n_blocks)
-        found.append(blocks)
-    for small, large in zip(*found, strict=True):
+        blocks_of_runs.append(blocks)
+    for small, large in zip(*blocks_of_runs, strict=True):
         assert all(mx.array_equal(small[name], large[name]) for name in small)
 
 
-def test_the_tokens_that_all_caches_have_seen_are_counted() -> None:
+def test_token_count_is_the_smallest_of_all_full_caches() -> None:
     assert n_cached_tokens(SPEC, caches_of(7)) == 7
     assert n_cached_tokens(SPEC, SPEC.make_cache()) == 0
     one_behind = caches_of(7)
@@ -271,7 +271,7 @@ def test_the_tokens_that_all_caches_have_seen_are_counted() -> None:
     assert n_cached_tokens(SPEC, one_behind) == 6
 
 
-def test_caches_that_disagree_are_no_restore_point() -> None:
+def test_counting_tokens_raises_if_window_and_full_caches_differ() -> None:
     window = LayerGroup(
         "2",
         GroupKind.SLIDING,
@@ -290,13 +290,13 @@ def test_caches_that_disagree_are_no_restore_point() -> None:
         n_cached_tokens(spec, [*caches_of(6), ring])
 
 
-def test_states_count_no_tokens() -> None:
+def test_recurrent_states_have_no_token_count() -> None:
     state = LayerGroup("0", GroupKind.RECURRENT, "ArraysCache", (0,), states=(((2,), "float32"),))
     spec = ModelCacheSpec((state,), [ArraysCache(1)])
     assert n_cached_tokens(spec, spec.make_cache()) is None
 
 
-def test_a_cache_that_the_model_did_not_use_must_be_empty() -> None:
+def test_counting_tokens_raises_if_an_unused_cache_has_tokens() -> None:
     spec = ModelCacheSpec(SPEC.groups[:1], SPEC.template)
     assert n_cached_tokens(spec, caches_of(5, spec)) == 5
     with pytest.raises(ValueError, match="cache 1, which the model did not use, is not empty"):
@@ -325,7 +325,7 @@ class _Operations:
 
 
 @pytest.mark.parametrize("is_gpu", [True, False])
-def test_a_hot_32k_prompt_is_joined_with_few_large_operations(
+def test_joining_a_32k_prompt_takes_few_large_operations(
     monkeypatch: pytest.MonkeyPatch, is_gpu: bool
 ) -> None:
     monkeypatch.setattr("mlx_lm_kvpersist.cache.blocks.prefers_few_copies", lambda: is_gpu)
@@ -348,15 +348,15 @@ def test_a_hot_32k_prompt_is_joined_with_few_large_operations(
     n_arrays = 6 * n_layers
     # One operation makes a layer's array; fewer than twenty stack the blocks.
     assert counted.n_operations < n_arrays + 20
-    # At most twice the least number of copies, which read each array and make each layer's.
+    # At most twice the least number: one copy per stored array and one per layer's array.
     assert counted.n_copies < 2 * (6 * n_blocks + n_arrays)
     total = sum(map(n_bytes, blocks)) * (n_blocks * BLOCK_TOKENS + 512) / (n_blocks * BLOCK_TOKENS)
     assert mx.get_peak_memory() - before < 1.125 * total
     monkeypatch.undo()
     for place, cache in ((0, caches[0]), (31, caches[31])):
-        for part, packed in (("k", cache.keys), ("v", cache.values)):
+        for side, packed in (("k", cache.keys), ("v", cache.values)):
             for field, array in zip(("weights", "scales", "biases"), packed, strict=True):
-                name = f"0.{part}.{field}"
+                name = f"0.{side}.{field}"
                 stored = mx.concatenate([b[name][place : place + 1] for b in blocks], axis=2)
                 assert mx.array_equal(array[:, :, : n_blocks * BLOCK_TOKENS], stored)
                 assert not array[:, :, n_blocks * BLOCK_TOKENS :].any()
@@ -379,7 +379,7 @@ def states_of(*arrays: tuple[mx.array | None, mx.array | None]) -> list[ArraysCa
     return caches
 
 
-def test_states_are_copied_with_their_slots_stacked() -> None:
+def test_copied_states_are_stacked_over_slots() -> None:
     caches = states_of((mx.full((1, 3), 1.0), None), (mx.full((1, 3), 2.0), None))
     state = copy_state(STATE_SPEC, caches)
     assert {name: array.tolist() for name, array in state.items()} == {
@@ -395,14 +395,14 @@ def test_states_are_copied_with_their_slots_stacked() -> None:
         ((mx.ones((1, 4)), None), "."),
     ],
 )
-def test_a_state_of_another_form_is_refused(
+def test_copying_states_that_differ_from_their_group_is_refused(
     second: tuple[mx.array | None, mx.array | None], reason: str
 ) -> None:
     with pytest.raises(ValueError, match=reason):
         copy_state(STATE_SPEC, states_of((mx.ones((1, 3)), None), second))
 
 
-def test_a_state_of_another_dtype_is_refused() -> None:
+def test_copying_states_of_another_dtype_is_refused() -> None:
     half = mx.ones((1, 3), mx.float16)
     with pytest.raises(ValueError, match=r"0\.0 is float16, expected float32"):
         copy_state(STATE_SPEC, states_of((half, None), (half, None)))
@@ -424,8 +424,8 @@ def test_caches_without_values_are_joined(whole: bool) -> None:
     blocks = split(spec.full, caches, cuts)
     used = [(block, stop - start) for block, (start, stop) in zip(blocks, cuts, strict=True)]
     (joined,) = join_blocks(spec, used, 10, whole=whole)
-    found = joined.state
-    assert mx.array_equal(found[0][:, :, :300], keys) and found[1].shape[3] == 0
+    joined_keys, joined_values = joined.state[:2]
+    assert mx.array_equal(joined_keys[:, :, :300], keys) and joined_values.shape[3] == 0
 
 
 MIXED = ModelCacheSpec(
@@ -462,7 +462,9 @@ def mixed_caches(n_tokens: int) -> list[Any]:
 
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("with_full", [True, False])
-def test_windows_and_states_are_joined_beside_the_rest(whole: bool, with_full: bool) -> None:
+def test_windows_and_states_are_joined_with_and_without_full_caches(
+    whole: bool, with_full: bool
+) -> None:
     """Only full caches have spare room; a window may begin within a piece."""
     spec = MIXED if with_full else ModelCacheSpec(MIXED.groups[1:], MIXED.template)
     caches = mixed_caches(40)
@@ -483,15 +485,15 @@ def test_windows_and_states_are_joined_beside_the_rest(whole: bool, with_full: b
         both = (
             KINDS[type(cache[slot])].tokens(cache[slot], start, 40) for cache in (joined, caches)
         )
-        for (found,), (expected,) in zip(*both, strict=True):
-            assert mx.array_equal(found, expected)
+        for (actual,), (expected,) in zip(*both, strict=True):
+            assert mx.array_equal(actual, expected)
     for slot in (3, 4):
         state, other = joined[slot].cache
         assert state.tolist() == [[float(slot)] * 3] and other is None
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_window_knows_at_which_token_it_begins(whole: bool) -> None:
+def test_joined_window_has_its_start_position(whole: bool) -> None:
     group = LayerGroup(
         *("0", GroupKind.SLIDING, "ChunkedKVCache", (0,)),
         *2 * (TensorShape(1, 4, "float32"),),
@@ -504,7 +506,7 @@ def test_a_window_knows_at_which_token_it_begins(whole: bool) -> None:
     assert cached_positions(joined) == (24, 40)
 
 
-def test_a_join_has_all_its_tokens() -> None:
+def test_join_with_missing_tokens_raises_an_error() -> None:
     caches = mixed_caches(40)
     (block,) = split(MIXED.full, caches, [(0, 40)])
     (window,) = split(MIXED.sliding[16], caches, [(24, 40)])
@@ -516,8 +518,8 @@ def test_a_join_has_all_its_tokens() -> None:
             joiner.finish()
 
 
-def test_kinds_that_are_left_out_stay_empty() -> None:
-    """As when the canary's kernels are compiled over a long cache of zeros."""
+def test_joining_only_full_blocks_leaves_other_caches_empty() -> None:
+    """The canary's kernels are compiled over such caches, filled with zeros."""
     (block,) = split(MIXED.full, mixed_caches(40), [(0, 40)])
     for whole in (True, False):
         joined = join(MIXED, Pieces(40, [Piece(block, 0, 40)]), 0, whole=whole)
