@@ -1,4 +1,4 @@
-"""All ways of attending give what a softmax written out in float32 gives."""
+"""All implementations of attention match a softmax written out in float32."""
 
 from __future__ import annotations
 
@@ -64,18 +64,18 @@ class Case:
         return self.n_rows, self.n_heads, self.n_queries, self.n_keys
 
     def arrays(self) -> tuple[mx.array, PackedKV, PackedKV]:
-        """Return queries, keys and values; reading past the tokens would be noticed.
+        """Return queries, keys and values; the spare room has large numbers.
 
-        The queries' own tokens are in full precision, and zeros in the packed buffers.
+        The queries' own tokens are in full precision, with zeros for them in the packed buffers.
         """
         keys = mx.random.split(mx.random.key(self.seed), 3)
         lead = (self.n_rows, self.n_kv_heads, self.n_keys + self.n_spare)
         k, v = self.precision.keys, self.precision.values
-        behind = mx.where(mx.arange(lead[2]) < self.n_keys, 1.0, 50.0)[:, None]
+        scale_of_token = mx.where(mx.arange(lead[2]) < self.n_keys, 1.0, 50.0)[:, None]
         own = slice(self.n_keys - self.n_queries, self.n_keys)
         sides = []
         for dim, side, key in ((self.k_dim, k, keys[0]), (self.v_dim, v, keys[1])):
-            computed = behind * mx.random.normal((*lead, dim), key=key)
+            computed = scale_of_token * mx.random.normal((*lead, dim), key=key)
             packed = pk.quantize(computed, side)
             for buffer in packed:
                 buffer[:, :, own] = 0
@@ -86,11 +86,11 @@ class Case:
         return queries, sides[0], sides[1]
 
     def head_bytes(self, n_keys: int | None = None) -> int:
-        """Bytes of the plain keys and values of one head of one row."""
+        """Return the bytes of the dequantized keys and values of one head of one row."""
         n_numbers: int = (self.n_keys if n_keys is None else n_keys) * (self.k_dim + self.v_dim)
         return n_numbers * mx.float32.size
 
-    def ways(self) -> dict[str, Callable[..., mx.array]]:
+    def implementations(self) -> dict[str, Callable[..., mx.array]]:
         def tiled(tile_bytes: int) -> Callable[..., mx.array]:
             return partial(dequantized_attention, tile_bytes=tile_bytes)
 
@@ -106,16 +106,16 @@ class Case:
         }
 
 
-def written_out(
+def reference_attention(
     queries: mx.array, keys: PackedKV, values: PackedKV, scale: float, mask: Mask
 ) -> mx.array:
-    """Attention in float32, one step after the other: the oracle."""
+    """Return attention in float32, computed step by step."""
     n_repeats = queries.shape[1] // keys.newest.shape[1]
     plain = []
     for x in (keys, values):
-        held = pk.read(x.buffers, x.quantization, mx.float32)
-        held = mx.concatenate([held[:, :, : x.n_tokens - x.newest.shape[2]], x.newest], axis=2)
-        plain.append(mx.repeat(held, n_repeats, axis=1))
+        tokens = pk.read(x.buffers, x.quantization, mx.float32)
+        tokens = mx.concatenate([tokens[:, :, : x.n_tokens - x.newest.shape[2]], x.newest], axis=2)
+        plain.append(mx.repeat(tokens, n_repeats, axis=1))
     scores = (queries.astype(mx.float32) @ plain[0].swapaxes(-1, -2)) * scale
     n, s = scores.shape[-2:]
     added = create_causal_mask(n, s - n) if isinstance(mask, str) else mask
@@ -128,8 +128,8 @@ def written_out(
     return (weights / weights.sum(axis=-1, keepdims=True)) @ plain[1]
 
 
-def sees_something(case: Case, mask: Mask) -> mx.array:
-    """Which queries see a key: [B, H, N, 1]."""
+def sees_any_key(case: Case, mask: Mask) -> mx.array:
+    """Return which queries see any key: [B, H, N, 1]."""
     if not isinstance(mask, mx.array):
         return mx.ones((*case.scores_shape[:3], 1), mx.bool_)
     seen = mask if mask.dtype == mx.bool_ else mask > -1e8
@@ -140,26 +140,26 @@ def check(case: Case, mask: Mask, tolerance: float = TOLERANCE) -> None:
     queries, keys, values = case.arrays()
     untouched = mx.array(queries)
     scale = case.k_dim**-0.5
-    expected = written_out(queries, keys, values, scale, mask)
-    judged = sees_something(case, mask)
-    for name, attention in case.ways().items():
-        found = attention(queries, keys, values, scale, mask)
-        assert found.dtype == queries.dtype, name
-        assert found.shape == (*queries.shape[:3], case.v_dim), name
-        assert mx.isfinite(found).all(), name
-        difference = mx.where(judged, mx.abs(found - expected), 0).max()
+    expected = reference_attention(queries, keys, values, scale, mask)
+    compared = sees_any_key(case, mask)
+    for name, attention in case.implementations().items():
+        actual = attention(queries, keys, values, scale, mask)
+        assert actual.dtype == queries.dtype, name
+        assert actual.shape == (*queries.shape[:3], case.v_dim), name
+        assert mx.isfinite(actual).all(), name
+        difference = mx.where(compared, mx.abs(actual - expected), 0).max()
         assert (difference < tolerance).item(), (name, difference)
     assert mx.array_equal(queries, untouched)
 
 
-# --- one thing at a time
+# --- single features
 
 
 @pytest.mark.parametrize("mask", [None, "causal"])
 @pytest.mark.parametrize(
     ("n_kv_heads", "n_repeats"), [(4, 1), (2, 2), (1, 4), (2, 3), (1, 1)], ids=str
 )
-def test_grouped_queries(n_kv_heads: int, n_repeats: int, mask: Mask) -> None:
+def test_grouped_queries_match_the_reference(n_kv_heads: int, n_repeats: int, mask: Mask) -> None:
     check(Case(n_kv_heads=n_kv_heads, n_repeats=n_repeats), mask)
 
 
@@ -168,7 +168,9 @@ def test_grouped_queries(n_kv_heads: int, n_repeats: int, mask: Mask) -> None:
     ("k_dim", "v_dim", "group_size"),
     [(64, 64, 64), (96, 96, 32), (128, 128, 128), (192, 128, 64), (64, 32, 32), (256, 256, 64)],
 )
-def test_head_sizes(k_dim: int, v_dim: int, group_size: int, n_queries: int) -> None:
+def test_all_head_sizes_match_the_reference(
+    k_dim: int, v_dim: int, group_size: int, n_queries: int
+) -> None:
     precision = KVPrecision.of(4, group_size)
     check(Case(k_dim=k_dim, v_dim=v_dim, precision=precision, n_queries=n_queries), "causal")
 
@@ -183,7 +185,7 @@ def test_head_sizes(k_dim: int, v_dim: int, group_size: int, n_queries: int) -> 
     ],
     ids=str,
 )
-def test_precisions(precision: KVPrecision) -> None:
+def test_all_precisions_match_the_reference(precision: KVPrecision) -> None:
     check(Case(precision=precision), "causal")
     check(Case(precision=precision, n_queries=1), None)
 
@@ -193,7 +195,7 @@ def test_precisions(precision: KVPrecision) -> None:
     strategy=get_args(Strategy),
     dims=[(40, 72), (80, 80), (100, 104), (112, 112), (120, 64)],
 )
-def test_padded_heads_attend_as_whole_ones(
+def test_padded_heads_match_the_reference(
     dims: tuple[int, int], strategy: Strategy, rotated: bool
 ) -> None:
     precision = KVPrecision.of(8, 32, 6, rotated=rotated).fitted(*dims)
@@ -201,15 +203,17 @@ def test_padded_heads_attend_as_whole_ones(
     queries, keys, values = case.arrays()
     keys.strategy, keys.tile_bytes = strategy, case.head_bytes()
     for mask in (None, "causal", create_causal_mask(6, 34, left_padding=mx.array([0, 17]))):
-        found = keys.attend(queries, values, 0.1, mask)
-        assert found.shape == (*queries.shape[:3], dims[1])
-        assert mx.abs(found - written_out(queries, keys, values, 0.1, mask)).max() < TOLERANCE
+        actual = keys.attend(queries, values, 0.1, mask)
+        assert actual.shape == (*queries.shape[:3], dims[1])
+        assert (
+            mx.abs(actual - reference_attention(queries, keys, values, 0.1, mask)).max() < TOLERANCE
+        )
 
 
 @pytest.mark.parametrize("strategy", get_args(Strategy))
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 224, 256, 288])
-def test_rotated_attention_is_plain_attention(dim: int, strategy: Strategy) -> None:
-    """For each strategy and mask. 32, 64, 128, 256: 2^k; 96, 192: 12 * 2^k; 224: 28 * 2^k."""
+def test_rotated_attention_matches_the_reference(dim: int, strategy: Strategy) -> None:
+    """Some head sizes are 2^k, some 12 * 2^k (96, 192), and one is 28 * 2^k (224)."""
     precision = KVPrecision.of(8, 32, rotated=True)
     case = Case(k_dim=dim, v_dim=64, precision=precision, n_repeats=3, n_queries=6, n_spare=9)
     queries, keys, values = case.arrays()
@@ -222,9 +226,9 @@ def test_rotated_attention_is_plain_attention(dim: int, strategy: Strategy) -> N
         create_causal_mask(6, 34, window_size=7),
         mx.random.normal(case.scores_shape),
     ):
-        found = keys.attend(queries, values, 0.1, mask)
-        expected = written_out(queries, keys, values, 0.1, mask)
-        assert mx.abs(found - expected).max() < TOLERANCE
+        actual = keys.attend(queries, values, 0.1, mask)
+        expected = reference_attention(queries, keys, values, 0.1, mask)
+        assert mx.abs(actual - expected).max() < TOLERANCE
     # Negative control: both sides must be rotated.
     for side in (keys, values):
         side.quantization = replace(side.quantization, rotated=False)
@@ -236,7 +240,7 @@ def test_rotated_attention_is_plain_attention(dim: int, strategy: Strategy) -> N
 
 @pytest.mark.parametrize("n_rows", [1, 3, 8])
 @pytest.mark.parametrize("n_queries", [1, 6])
-def test_left_padding(n_rows: int, n_queries: int) -> None:
+def test_left_padded_rows_match_the_reference(n_rows: int, n_queries: int) -> None:
     case = Case(n_rows=n_rows, n_queries=n_queries)
     padding = mx.array([0, 3, 39, 17, 5, 1, 33, 0][:n_rows])
     check(case, create_causal_mask(n_queries, case.n_keys - n_queries, left_padding=padding))
@@ -244,7 +248,7 @@ def test_left_padding(n_rows: int, n_queries: int) -> None:
 
 @pytest.mark.parametrize("window", [1, 4, 39, 100])
 @pytest.mark.parametrize("n_queries", [1, 6, 40])
-def test_windows(n_queries: int, window: int) -> None:
+def test_window_masks_match_the_reference(n_queries: int, window: int) -> None:
     case = Case(n_queries=n_queries)
     check(case, create_causal_mask(n_queries, case.n_keys - n_queries, window_size=window))
 
@@ -261,48 +265,50 @@ def mask_shape(case: Case, name: str) -> tuple[int, ...]:
 
 
 @every_pair(shape=SHAPES, n_queries=[1, 6], is_bool=[True, False])
-def test_shapes_of_masks(shape: str, n_queries: int, is_bool: bool) -> None:
+def test_masks_of_every_shape_match_the_reference(
+    shape: str, n_queries: int, is_bool: bool
+) -> None:
     case = Case(n_queries=n_queries, n_rows=3, n_keys=40 if n_queries > 1 else 2)
     noise = mx.random.normal(mask_shape(case, shape), key=mx.random.key(4))
     check(case, noise > -0.3 if is_bool else 3 * noise)
 
 
 @pytest.mark.parametrize("is_bool", [True, False], ids=["bool", "added"])
-def test_a_query_that_sees_nothing_gives_something_finite(is_bool: bool) -> None:
+def test_queries_without_visible_keys_give_finite_results(is_bool: bool) -> None:
     case = Case(n_queries=6)
     mask = mx.arange(6)[:, None] > mx.zeros((1, case.n_keys), mx.int32)
     check(case, mask if is_bool else mx.where(mask, 0.0, -1e9))
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-def test_minus_infinity_for_all_keys_gives_something_finite(dtype: mx.Dtype) -> None:
+def test_minus_infinity_masks_give_finite_results(dtype: mx.Dtype) -> None:
     case = Case(n_queries=2)
     queries, keys, values = case.arrays()
     mask = mx.array([[0.0], [-mx.inf]]) + mx.zeros((2, case.n_keys))
-    found = packed_attention(queries.astype(dtype), keys, values, 0.1, mask.astype(dtype))
-    assert found.dtype == dtype
-    assert mx.isfinite(found).all()
+    actual = packed_attention(queries.astype(dtype), keys, values, 0.1, mask.astype(dtype))
+    assert actual.dtype == dtype
+    assert mx.isfinite(actual).all()
 
 
-def test_a_mask_that_is_unknown_is_refused() -> None:
+def test_unknown_mask_names_are_refused() -> None:
     with pytest.raises(ValueError, match='mask is "diagonal"'):
         packed_attention(*Case().arrays(), 0.1, "diagonal")
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
-def test_half_precision_stays_half(dtype: mx.Dtype) -> None:
-    """Scales restored in another dtype must not widen the activations, either."""
+def test_half_precision_queries_give_half_precision_results(dtype: mx.Dtype) -> None:
+    """Scales in another dtype must not widen the activations."""
     case = Case(n_queries=1, k_dim=128, v_dim=128)
     queries, keys, values = case.arrays()
-    expected = written_out(queries, keys, values, 0.1, None)
-    for name, attention in case.ways().items():
-        found = attention(queries.astype(dtype), keys, values, 0.1, None)
-        assert found.dtype == dtype
-        assert mx.abs(found.astype(mx.float32) - expected).max() < 0.1, name
+    expected = reference_attention(queries, keys, values, 0.1, None)
+    for name, attention in case.implementations().items():
+        actual = attention(queries.astype(dtype), keys, values, 0.1, None)
+        assert actual.dtype == dtype
+        assert mx.abs(actual.astype(mx.float32) - expected).max() < 0.1, name
 
 
 @pytest.mark.parametrize("n_queries", [1, 200])
-def test_long(n_queries: int) -> None:
+def test_long_sequences_match_the_reference(n_queries: int) -> None:
     case = Case(n_rows=1, n_queries=n_queries, n_keys=2048, n_spare=512)
     check(case, "causal" if n_queries > 1 else None, tolerance=1e-4)
     padded = create_causal_mask(n_queries, 2048 - n_queries, left_padding=mx.array([777]))
@@ -311,13 +317,13 @@ def test_long(n_queries: int) -> None:
 
 @pytest.mark.parametrize("n_spare", [0, 1, 10, 13, 14, 400])
 @pytest.mark.parametrize("n_queries", [1, 6])
-def test_spare_room_is_not_seen(n_spare: int, n_queries: int) -> None:
+def test_spare_room_does_not_change_results(n_spare: int, n_queries: int) -> None:
     case = Case(n_spare=n_spare, n_queries=n_queries)
     check(case, "causal" if n_queries > 1 else None)
     check(case, create_causal_mask(n_queries, 40 - n_queries, window_size=30))
 
 
-# --- everything at once
+# --- random combinations
 
 
 @st.composite
@@ -356,7 +362,7 @@ def calls(draw: st.DrawFn) -> tuple[Case, Mask]:
 
 @settings(max_examples=60)
 @given(calls())
-def test_all_ways_agree(call: tuple[Case, Mask]) -> None:
+def test_random_calls_match_the_reference(call: tuple[Case, Mask]) -> None:
     case, mask = call
     check(case, mask)
 
@@ -373,7 +379,7 @@ def peak_bytes(attention: Callable[[], mx.array]) -> int:
     return int(mx.get_peak_memory() - before)
 
 
-def test_tiles_bound_what_is_plain_at_once() -> None:
+def test_tiles_limit_the_dequantized_memory() -> None:
     case = Case(n_rows=1, n_kv_heads=8, n_repeats=1, n_queries=1, n_keys=8000, n_spare=0)
     queries, keys, values = case.arrays()
     mx.eval(queries, keys, values)
@@ -381,12 +387,12 @@ def test_tiles_bound_what_is_plain_at_once() -> None:
     whole = peak_bytes(lambda: dequantized_attention(queries, keys, values, 0.1, None))
     tiled = peak_bytes(lambda: dequantized_attention(queries, keys, values, 0.1, None, tile_bytes))
     assert whole > 8 * case.head_bytes()
-    # MLX's attention on the CPU copies what it reads; tiles that do not wait for each other would
+    # MLX's attention on the CPU copies its inputs. Tiles that are computed at the same time would
     # need 12 times a head's bytes.
     assert tiled < 3 * tile_bytes
 
 
-def test_packed_scores_are_bounded() -> None:
+def test_packed_attention_limits_the_memory_of_scores() -> None:
     case = Case(n_rows=1, n_queries=256, n_keys=1000, n_spare=0)
     queries, keys, values = case.arrays()
     mx.eval(queries, keys, values)
@@ -404,18 +410,18 @@ def test_packed_attention_never_dequantizes(monkeypatch: pytest.MonkeyPatch) -> 
     dequantized: list[int] = []
     dequantize = pk.dequantize
 
-    def noted(*given: Any) -> mx.array:
+    def recorded(*given: Any) -> mx.array:
         dequantized.append(1)
         return dequantize(*given)
 
-    monkeypatch.setattr(pk, "dequantize", noted)
+    monkeypatch.setattr(pk, "dequantize", recorded)
     for keys.strategy, expected in (("packed", False), ("dequantize", True), ("tiled", True)):
         dequantized.clear()
         keys.attend(queries, values, 0.1, None)
         assert bool(dequantized) is expected
 
 
-# --- the plan, and the caches that ask it
+# --- plans of caches
 
 PACKED = forced_plan("packed")
 TILED = forced_plan("tiled")
@@ -428,7 +434,7 @@ def cache_of(plan: AttentionPlan | None, n_tokens: int = 0) -> SequenceQuantized
     return cache
 
 
-def test_bits_show_where_fetches_are_packed() -> None:
+def test_only_caches_with_packed_fetches_have_bits() -> None:
     cache = cache_of(AttentionPlan())
     keys, values = cache.update_and_fetch(*random_kv(1, 5))
     assert isinstance(keys, mx.array)
@@ -443,7 +449,7 @@ def test_bits_show_where_fetches_are_packed() -> None:
         cache.keys_and_values()
 
 
-def test_a_plan_goes_where_its_tokens_go() -> None:
+def test_merge_extract_extend_and_copy_keep_the_attention_plan() -> None:
     batch = SequenceQuantizedKVCache.merge([cache_of(PACKED, 5), cache_of(PACKED)])
     assert batch.plan is PACKED
     assert batch.extract(0).plan is PACKED and batch.extract(1).plan is PACKED
@@ -466,50 +472,52 @@ def patched() -> Iterator[None]:
 @pytest.mark.parametrize("plan", [PACKED, TILED], ids=["packed", "tiled"])
 @pytest.mark.parametrize(("lengths", "n_new"), [((8,), 1), ((8,), 11), ((30, 8, 0), 1)])
 @pytest.mark.parametrize("window", [None, 6])
-def test_a_batch_attends_through_the_host(
+def test_mlx_lm_attention_is_equal_with_and_without_a_plan(
     patched: None, plan: AttentionPlan, lengths: tuple[int, ...], n_new: int, window: int | None
 ) -> None:
-    """The function and the arguments of models, with a plan and without one."""
-    found = []
-    for each in (None, plan):
-        caches = [SequenceQuantizedKVCache(KVPrecision.of(8, 32, 4), each) for _ in lengths]
+    """The call has the same function and arguments as in mlx-lm's models."""
+    results = []
+    for used_plan in (None, plan):
+        caches = [SequenceQuantizedKVCache(KVPrecision.of(8, 32, 4), used_plan) for _ in lengths]
         for i, n in enumerate(lengths):
             if n:
                 caches[i].update_and_fetch(*random_kv(i, n))
         batch = SequenceQuantizedKVCache.merge(caches)
         mask = batch.make_mask(n_new, window_size=window)
-        held = batch.update_and_fetch(*random_kv(77, n_new, len(lengths)))
-        assert isinstance(held[0], PackedKV) == (each is not None)
+        fetched = batch.update_and_fetch(*random_kv(77, n_new, len(lengths)))
+        assert isinstance(fetched[0], PackedKV) == (used_plan is not None)
         queries = mx.random.normal((len(lengths), 2 * N_HEADS, n_new, 64), key=mx.random.key(5))
-        found.append(base.scaled_dot_product_attention(queries, *held, batch, 0.125, mask))
-    assert mx.abs(found[0] - found[1]).max() < TOLERANCE
+        results.append(base.scaled_dot_product_attention(queries, *fetched, batch, 0.125, mask))
+    assert mx.abs(results[0] - results[1]).max() < TOLERANCE
 
 
-def test_rows_at_different_places_take_one_token_each() -> None:
+def test_rows_at_different_positions_refuse_several_tokens_per_call() -> None:
     batch = SequenceQuantizedKVCache.merge([cache_of(PACKED, 5), cache_of(PACKED, 3)])
     with pytest.raises(ValueError, match="2 tokens for rows at different positions"):
         batch.update_and_fetch(*random_kv(1, 2, 2))
 
 
 @pytest.mark.parametrize("plan", [PACKED, TILED], ids=["packed", "tiled"])
-def test_writing_goes_on_in_place_after_a_packed_fetch(patched: None, plan: AttentionPlan) -> None:
+def test_buffers_are_updated_in_place_after_a_packed_fetch(
+    patched: None, plan: AttentionPlan
+) -> None:
     """A view that outlives its step would turn every update into a copy of the buffer."""
     cache = cache_of(plan, 300)
     assert cache.keys is not None and cache.values is not None
 
     def addresses() -> list[int]:
         newest = cache.newest.keys, cache.newest.values
-        held = *cache.keys, *cache.values, *newest
-        mx.eval(held)
-        return [address(x) for x in held]
+        buffers = *cache.keys, *cache.values, *newest
+        mx.eval(buffers)
+        return [address(x) for x in buffers]
 
     before = addresses()
     for step in range(3):
-        held = cache.update_and_fetch(*random_kv(step, 1))
+        fetched = cache.update_and_fetch(*random_kv(step, 1))
         out = base.scaled_dot_product_attention(
-            mx.ones((1, N_HEADS, 1, 64)), *held, cache, 0.1, None
+            mx.ones((1, N_HEADS, 1, 64)), *fetched, cache, 0.1, None
         )
-        del held
+        del fetched
         mx.eval(out, cache.state)
     assert addresses() == before
 
@@ -517,13 +525,15 @@ def test_writing_goes_on_in_place_after_a_packed_fetch(patched: None, plan: Atte
 # --- a reply
 
 
-def strategies_of(seed: int) -> Strategy:
+def random_strategy(seed: int) -> Strategy:
     return random.Random(seed).choice(["packed", "tiled"])
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_generation_is_that_of_plain_keys(patched: None, llama_model: Any, seed: int) -> None:
-    """A plan may change its mind at every step; the logits stay."""
+def test_logits_are_equal_with_changing_plans_and_without_plan(
+    patched: None, llama_model: Any, seed: int
+) -> None:
+    """The plan changes at every step."""
     rng = random.Random(seed)
     caches = {
         way: [SequenceQuantizedKVCache(KVPrecision.of(8, 32, 4)) for _ in range(2)]
@@ -531,7 +541,7 @@ def test_generation_is_that_of_plain_keys(patched: None, llama_model: Any, seed:
     }
     for step in range(6):
         tokens = mx.array([[rng.randrange(97) for _ in range(rng.choice([1, 1, 4]))]])
-        plan = forced_plan(strategies_of(seed + step))
+        plan = forced_plan(random_strategy(seed + step))
         for cache in caches["planned"]:
             cache.plan = plan
         plain, planned = (llama_model(tokens, cache=caches[way]) for way in ("plain", "planned"))

@@ -46,24 +46,26 @@ def capacity_of(batch: BatchQuantizedKVCache) -> int:
     return 0 if batch.keys is None else int(batch.keys[0].shape[2])
 
 
-def assert_row_is(batch: BatchQuantizedKVCache, row: int, own: SequenceQuantizedKVCache) -> None:
-    found = batch.extract(row)
-    assert found.offset == own.offset
-    if own.offset:
+def assert_row_is(batch: BatchQuantizedKVCache, row: int, alone: SequenceQuantizedKVCache) -> None:
+    actual = batch.extract(row)
+    assert actual.offset == alone.offset
+    if alone.offset:
         for a, b in zip(
-            packed_tokens(found, 0, own.offset), packed_tokens(own, 0, own.offset), strict=True
+            packed_tokens(actual, 0, alone.offset),
+            packed_tokens(alone, 0, alone.offset),
+            strict=True,
         ):
             assert same_packed(a, b)
 
 
 class Rows:
-    """A batch, and for each row a sequence cache that is fed the same tokens alone."""
+    """A batch, and for each row a sequence cache that gets the same tokens."""
 
     def __init__(self, rng: random.Random, precision: KVPrecision) -> None:
         self.rng = rng
         self.precision = precision
         self.seed = rng.randrange(1 << 30)
-        self.own: list[SequenceQuantizedKVCache] = []
+        self.alone: list[SequenceQuantizedKVCache] = []
         caches = [self.new_cache() for _ in range(rng.randint(1, 3))]
         self.batch = BatchQuantizedKVCache.merge(caches)
 
@@ -77,79 +79,79 @@ class Rows:
     def new_cache(self) -> Any:
         """Return a cache, and remember the expected tokens of its row."""
         kind = self.rng.choice(["empty", "filled", "filled", "trimmed"])
-        own = self.sequence()
-        self.own.append(own)
+        alone = self.sequence()
+        self.alone.append(alone)
         if kind == "empty":
             return self.sequence()
         keys, values = self.tokens(self.rng.choice([1, 5, 40, 300]))
-        own.update_and_fetch(keys, values)
+        alone.update_and_fetch(keys, values)
         if kind == "trimmed":
-            own.trim(self.rng.randint(0, own.offset))
-        return copy.deepcopy(own)
+            alone.trim(self.rng.randint(0, alone.offset))
+        return copy.deepcopy(alone)
 
     def prefill(self) -> None:
         n_new = self.rng.choice([1, 2, 9, 30])
-        keys, values = self.tokens(n_new, len(self.own))
+        keys, values = self.tokens(n_new, len(self.alone))
         cut = self.rng.randint(1, n_new)
         for start, stop in ((0, cut), (cut, n_new)):
             if start < stop:
                 self.batch.update_and_fetch(keys[:, :, start:stop], values[:, :, start:stop])
-        for i, own in enumerate(self.own):
-            own.update_and_fetch(keys[i : i + 1], values[i : i + 1])
+        for i, alone in enumerate(self.alone):
+            alone.update_and_fetch(keys[i : i + 1], values[i : i + 1])
 
     def decode(self) -> None:
         for _ in range(self.rng.randint(1, 3)):
-            keys, values = self.tokens(1, len(self.own))
+            keys, values = self.tokens(1, len(self.alone))
             plain = self.batch.update_and_fetch(keys, values)
-            for i, own in enumerate(self.own):
-                expected = own.update_and_fetch(keys[i : i + 1], values[i : i + 1])
+            for i, alone in enumerate(self.alone):
+                expected = alone.update_and_fetch(keys[i : i + 1], values[i : i + 1])
                 for x, y in zip(plain, expected, strict=True):
-                    assert mx.array_equal(x[i : i + 1, :, -own.offset :], y)
+                    assert mx.array_equal(x[i : i + 1, :, -alone.offset :], y)
 
     def filter(self) -> None:
-        keep = sorted(self.rng.sample(range(len(self.own)), self.rng.randint(1, len(self.own))))
+        keep = sorted(self.rng.sample(range(len(self.alone)), self.rng.randint(1, len(self.alone))))
         self.batch.filter(keep)
-        self.own = [self.own[i] for i in keep]
+        self.alone = [self.alone[i] for i in keep]
 
     def extend(self) -> None:
-        if len(self.own) > 5:
+        if len(self.alone) > 5:
             return self.filter()
         caches = [self.new_cache() for _ in range(self.rng.randint(1, 2))]
         self.batch.extend(BatchQuantizedKVCache.merge(caches))
 
     def trim(self) -> None:
-        n = self.rng.randint(0, min(own.offset % pk.GRID for own in self.own))
+        n = self.rng.randint(0, min(alone.offset % pk.GRID for alone in self.alone))
         assert self.batch.trim(n) == n
-        for own in self.own:
-            own.trim(n)
+        for alone in self.alone:
+            alone.trim(n)
 
     def split(self) -> None:
-        """Do as mlx-lm does when some prompts of a batch are ready: a deep copy, two filters."""
+        """Split like mlx-lm if only some prompts are ready: one deep copy and two filters."""
         twin = copy.deepcopy(self.batch)
-        cut = self.rng.randint(0, len(self.own) - 1)
+        cut = self.rng.randint(0, len(self.alone) - 1)
         if cut:
             self.batch.filter(list(range(cut)))
             self.batch.update_and_fetch(*self.tokens(1, cut))
-        twin.filter(list(range(cut, len(self.own))))
-        self.batch, self.own = twin, self.own[cut:]
+        twin.filter(list(range(cut, len(self.alone))))
+        self.batch, self.alone = twin, self.alone[cut:]
 
     def remerge(self) -> None:
-        rows = [self.batch.extract(i) for i in range(len(self.own))]
+        rows = [self.batch.extract(i) for i in range(len(self.alone))]
         self.batch = BatchQuantizedKVCache.merge(rows)
 
     def check(self) -> None:
         batch = self.batch
-        assert batch.offset.tolist() == [own.offset for own in self.own]
-        assert batch.left_padding.tolist() == [batch.size() - own.offset for own in self.own]
-        for i, own in enumerate(self.own):
-            assert_row_is(batch, i, own)
+        assert batch.offset.tolist() == [alone.offset for alone in self.alone]
+        assert batch.left_padding.tolist() == [batch.size() - alone.offset for alone in self.alone]
+        for i, alone in enumerate(self.alone):
+            assert_row_is(batch, i, alone)
         if batch.keys is not None:
             mx.eval([batch.state])
             assert batch.nbytes > 0
 
 
 @pytest.mark.parametrize("seed", range(75))
-def test_every_row_holds_the_bits_it_would_hold_alone(seed: int) -> None:
+def test_batch_rows_have_the_same_bits_as_sequences_alone(seed: int) -> None:
     rng = random.Random(seed)
     rows = Rows(rng, PRECISIONS[seed % len(PRECISIONS)])
     rows.check()
@@ -168,7 +170,7 @@ def test_every_row_holds_the_bits_it_would_hold_alone(seed: int) -> None:
         rows.check()
 
 
-def test_growth_is_bounded() -> None:
+def test_buffer_growth_is_bounded() -> None:
     batch = batch_of(300, 20)
     spare = []
     for n in (1, 7, 600, 1, 860, 3000, 1, 1):
@@ -184,7 +186,7 @@ def test_growth_is_bounded() -> None:
 # --- no copies
 
 
-def test_merge_of_one_adopts_its_buffers() -> None:
+def test_merging_one_cache_reuses_its_buffers() -> None:
     cache = sequence(500)
     assert cache.keys is not None
     before = [address(x) for x in cache.keys]
@@ -196,7 +198,7 @@ def test_merge_of_one_adopts_its_buffers() -> None:
     assert [address(x) for x in batch.keys] == before
 
 
-def test_an_adopted_cache_does_not_see_what_the_batch_writes() -> None:
+def test_batch_writes_do_not_change_the_merged_cache() -> None:
     cache = sequence(30)
     batch = SequenceQuantizedKVCache.merge([cache])
     batch.trim(10)
@@ -213,7 +215,7 @@ def test_keeping_all_rows_copies_nothing() -> None:
     assert [id(x) for x in batch.keys] == before
 
 
-def test_a_row_kept_alone_releases_the_others() -> None:
+def test_keeping_one_row_frees_the_memory_of_others() -> None:
     batch = batch_of(400, 400)
     mx.eval(batch.state)
     both = batch.nbytes
@@ -224,7 +226,7 @@ def test_a_row_kept_alone_releases_the_others() -> None:
     assert active - mx.get_active_memory() > both / 4  # other tests' threads may still allocate
 
 
-def test_extract_is_views() -> None:
+def test_extracting_a_row_allocates_no_memory() -> None:
     batch = batch_of(400, 300)
     mx.eval(batch.state)
     active = mx.get_active_memory()
@@ -233,7 +235,7 @@ def test_extract_is_views() -> None:
     assert mx.get_active_memory() == active
 
 
-def test_the_only_row_is_extracted_with_the_room_behind_it() -> None:
+def test_the_only_row_is_extracted_with_its_spare_room() -> None:
     """Caches that are extracted and merged again between a prompt's segments are not copied."""
     batch = batch_of(400)
     assert batch.keys is not None
@@ -245,7 +247,7 @@ def test_the_only_row_is_extracted_with_the_room_behind_it() -> None:
     assert [address(x) for x in again.keys] == before
 
 
-def test_a_batch_without_rows_takes_over_those_of_another() -> None:
+def test_extending_a_batch_without_rows_reuses_the_other_buffers() -> None:
     batch, other = batch_of(4), batch_of(300, 7)
     batch.filter([])
     assert other.keys is not None
@@ -280,9 +282,9 @@ def test_splitting_all_prompts_off_copies_nothing(lengths: tuple[int, ...]) -> N
     assert [address(x) for x in split.keys] == before
 
 
-def test_an_extracted_row_does_not_see_what_the_batch_writes() -> None:
+def test_batch_writes_do_not_change_an_extracted_row() -> None:
     full = sequence(8)
-    full.keys, full.values = packed_tokens(full, 0, 8)  # without room
+    full.keys, full.values = packed_tokens(full, 0, 8)  # without spare room
     batch = BatchQuantizedKVCache.merge([full])
     row = batch.extract(0)
     batch.trim(3)
@@ -296,7 +298,7 @@ def test_an_extracted_row_does_not_see_what_the_batch_writes() -> None:
 
 
 @pytest.mark.parametrize("lengths", [(0,), (5,), (5, 5), (0, 0, 0)])
-def test_rows_of_one_length_need_no_array_mask(lengths: tuple[int, ...]) -> None:
+def test_rows_of_equal_length_need_no_array_mask(lengths: tuple[int, ...]) -> None:
     batch = batch_of(*lengths)
     assert batch.make_mask(1) is None
     assert batch.make_mask(4) == "causal"
@@ -306,7 +308,7 @@ def test_rows_of_one_length_need_no_array_mask(lengths: tuple[int, ...]) -> None
     assert isinstance(array, mx.array) and array.shape == (len(lengths), 1, 4, n_seen)
 
 
-def test_padding_that_goes_away_takes_the_array_mask_with_it() -> None:
+def test_filtering_away_the_padding_removes_the_array_mask() -> None:
     batch = batch_of(5, 7)
     assert isinstance(batch.make_mask(1), mx.array)
     batch.filter([1])
@@ -318,10 +320,10 @@ def attention(queries: mx.array, keys: mx.array, values: mx.array, mask: Any) ->
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=K_DIM**-0.5, mask=mask)
 
 
-def plain_attention(
+def reference_attention(
     queries: mx.array, keys: mx.array, values: mx.array, window: int | None
 ) -> mx.array:
-    """Causal attention of one row [H, n, D] over [H, S, D], written out; the oracle."""
+    """Return causal attention of one row [H, n, D] over [H, S, D], written out."""
     n, n_seen = queries.shape[-2], keys.shape[-2]
     at = mx.arange(n_seen - n, n_seen)[:, None]
     seen = mx.arange(n_seen)[None]
@@ -335,7 +337,7 @@ def plain_attention(
 @every_pair(
     window=[None, 1, 6, 20, 500], n_new=[1, 2, 11], lengths=[(8,), (8, 8), (30, 8, 0), (0, 0)]
 )
-def test_attention_of_a_row_is_attention_alone(
+def test_attention_of_batch_rows_matches_the_reference(
     lengths: tuple[int, ...], n_new: int, window: int | None
 ) -> None:
     batch = batch_of(*lengths)
@@ -343,16 +345,16 @@ def test_attention_of_a_row_is_attention_alone(
     new_keys, new_values = random_kv(77, n_new, len(lengths))
     keys, values = batch.update_and_fetch(new_keys, new_values)
     queries = mx.random.normal((len(lengths), N_HEADS, n_new, K_DIM), key=mx.random.key(5))
-    found = attention(queries, keys, values, mask)
+    actual = attention(queries, keys, values, mask)
     for i, length in enumerate(lengths):
-        own = sequence(length, i)
-        k, v = own.update_and_fetch(new_keys[i : i + 1], new_values[i : i + 1])
-        expected = plain_attention(queries[i], k[0], v[0], window)
-        assert mx.allclose(found[i], expected, atol=1e-5), (i, mx.abs(found[i] - expected).max())
+        alone = sequence(length, i)
+        k, v = alone.update_and_fetch(new_keys[i : i + 1], new_values[i : i + 1])
+        expected = reference_attention(queries[i], k[0], v[0], window)
+        assert mx.allclose(actual[i], expected, atol=1e-5), (i, mx.abs(actual[i] - expected).max())
 
 
-def test_left_padded_prompts_stay_finite() -> None:
-    """A query inside the padding sees nothing; its result must not be NaN."""
+def test_queries_in_the_padding_give_finite_results() -> None:
+    """A query inside the padding sees no keys; its result must not be NaN."""
     batch = BatchQuantizedKVCache([0, 3], PRECISION)
     assert batch.offset.tolist() == [0, -3]
     mask = batch.make_mask(5)
@@ -365,7 +367,7 @@ def test_left_padded_prompts_stay_finite() -> None:
 # --- edges
 
 
-def test_arrays_of_offsets_are_replaced_not_written_to() -> None:
+def test_offset_arrays_are_replaced_and_never_changed() -> None:
     batch = batch_of(5, 3)
     offset, padding = batch.offset, batch.left_padding
     batch.update_and_fetch(*random_kv(1, 2, 2))
@@ -374,7 +376,7 @@ def test_arrays_of_offsets_are_replaced_not_written_to() -> None:
     assert offset.tolist() == [5, 3] and padding.tolist() == [0, 2]
 
 
-def test_an_empty_batch() -> None:
+def test_empty_batch_has_no_tokens_to_extract_or_read() -> None:
     batch = batch_of(0, 0)
     assert batch.empty() and batch.nbytes == 0 and batch.size() == 0 and batch.is_trimmable()
     assert batch.extract(1).empty()
@@ -387,7 +389,9 @@ def test_an_empty_batch() -> None:
 
 
 @pytest.mark.parametrize("sides", [((0,), (4, 2)), ((4, 2), (0,)), ((0,), (0, 0))])
-def test_extend_where_a_side_is_empty(sides: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+def test_extending_with_an_empty_side_keeps_all_rows(
+    sides: tuple[tuple[int, ...], tuple[int, ...]],
+) -> None:
     batch = batch_of(*sides[0])
     batch.extend(batch_of(*sides[1]))
     assert batch.offset.tolist() == [*sides[0], *sides[1]]
@@ -395,7 +399,7 @@ def test_extend_where_a_side_is_empty(sides: tuple[tuple[int, ...], tuple[int, .
     assert batch.offset.tolist() == [n + 1 for n in (*sides[0], *sides[1])]
 
 
-def test_no_rows_left() -> None:
+def test_batch_without_rows_is_empty_and_can_be_extended() -> None:
     batch = batch_of(4, 2)
     batch.filter([])
     assert batch.empty() and batch.size() == 0
@@ -403,7 +407,7 @@ def test_no_rows_left() -> None:
     assert_row_is(batch, 0, sequence(7))
 
 
-def test_dtype_follows_the_model() -> None:
+def test_batch_dtype_follows_the_model() -> None:
     cache = SequenceQuantizedKVCache(PRECISION)
     cache.update_and_fetch(*random_kv(1, 3, dtype=mx.float16))
     batch = BatchQuantizedKVCache.merge([sequence(0), cache])
@@ -413,7 +417,7 @@ def test_dtype_follows_the_model() -> None:
     assert [x.dtype for x in batch.keys] == [mx.uint32, mx.float16, mx.float16]
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_merge_and_extend_errors_name_the_unsuitable_cache() -> None:
     for other in (RotatingKVCache(8), QuantizedKVCache(), KVCache()):
         with pytest.raises(TypeError, match=type(other).__name__):
             BatchQuantizedKVCache.merge([sequence(1), other])
@@ -426,8 +430,8 @@ def test_what_does_not_fit_is_named() -> None:
         batch_of(1).extend([])
 
 
-def test_each_kind_of_cache_gets_its_batch() -> None:
-    """Kinds without a batch of ours keep mlx-lm's."""
+def test_each_cache_class_gets_its_batch_class() -> None:
+    """Classes without a batch class of the plugin keep mlx-lm's batch class."""
     full, windows = [KVCache(), KVCache()], [RotatingKVCache(8), RotatingKVCache(8)]
     assert type(any_batch([sequence(3), sequence(2)])) is BatchQuantizedKVCache
     assert any_batch(windows) is None
@@ -435,7 +439,7 @@ def test_each_kind_of_cache_gets_its_batch() -> None:
     assert type(any_batch(full)) is FullPrecisionBatchKVCache
 
 
-def test_padding_that_all_rows_have_goes_with_any_filter() -> None:
+def test_filter_removes_the_padding_common_to_all_rows() -> None:
     batch = BatchQuantizedKVCache([2, 5], PRECISION)
     batch.update_and_fetch(*random_kv(3, 9, 2))
     batch.filter([0, 1])
@@ -443,7 +447,7 @@ def test_padding_that_all_rows_have_goes_with_any_filter() -> None:
     assert batch.size() == 7 and batch.keys is not None
 
 
-def test_a_batch_keeps_its_plan_or_takes_that_of_what_joins_it() -> None:
+def test_extended_batch_keeps_its_plan_or_takes_the_other_plan() -> None:
     plans = [AttentionPlan(can_take_packed=taken) for taken in (True, False)]
     for mine, theirs in ((plans[0], None), (None, plans[0]), (plans[0], plans[1])):
         batch, other = batch_of(4), batch_of(3)
@@ -452,5 +456,5 @@ def test_a_batch_keeps_its_plan_or_takes_that_of_what_joins_it() -> None:
         assert batch.plan is plans[0]
 
 
-def test_headroom_of_a_merge_is_that_of_a_step() -> None:
+def test_merged_batch_has_the_headroom_of_one_step() -> None:
     assert capacity_of(batch_of(40, 4)) == 40 + pk.headroom(1)

@@ -1,4 +1,4 @@
-"""Our full-precision batch compared with stock's: the same numbers, fewer masks and copies."""
+"""The full-precision batch has the same numbers as stock's, with fewer masks and copies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def sequence(n_tokens: int, seed: int = 0) -> KVCache:
     return cache
 
 
-def both(*lengths: int) -> tuple[FullPrecisionBatchKVCache, BatchKVCache]:
+def ours_and_stock(*lengths: int) -> tuple[FullPrecisionBatchKVCache, BatchKVCache]:
     def caches() -> list[KVCache]:
         return [sequence(n, i) for i, n in enumerate(lengths)]
 
@@ -31,13 +31,13 @@ def both(*lengths: int) -> tuple[FullPrecisionBatchKVCache, BatchKVCache]:
 
 
 def surplus(ours: FullPrecisionBatchKVCache, stock: BatchKVCache) -> int:
-    """The padding of all rows that stock keeps and ours drops."""
+    """Return the common padding of all rows, which stock keeps and ours drops."""
     (n,) = {b - a for a, b in zip(ours._padding, stock.left_padding.tolist(), strict=True)}
     assert n >= 0
     return int(n)
 
 
-def same_state(ours: FullPrecisionBatchKVCache, stock: BatchKVCache) -> None:
+def assert_same_state(ours: FullPrecisionBatchKVCache, stock: BatchKVCache) -> None:
     assert ours._padding == ours.left_padding.tolist()
     assert ours.offset.tolist() == stock.offset.tolist()
     assert ours._idx == ours.size() == stock._idx - surplus(ours, stock)
@@ -49,15 +49,17 @@ def same_state(ours: FullPrecisionBatchKVCache, stock: BatchKVCache) -> None:
             if mine.offset == 0:
                 assert mine.empty()
                 continue
-            at = slice(0, mine.offset)  # the only row keeps its spare room
+            at = slice(0, mine.offset)  # a single row keeps its spare room
             assert same_bits(mine.keys[:, :, at], theirs.keys)
             assert same_bits(mine.values[:, :, at], theirs.values)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_it_is_stocks_after_any_steps(seed: int) -> None:
+def test_batch_equals_stock_batch_after_random_steps(seed: int) -> None:
     rng = random.Random(seed)
-    ours, stock = both(*(rng.choice([0, 1, 5, 40, 300]) for _ in range(rng.randint(1, 3))))
+    ours, stock = ours_and_stock(
+        *(rng.choice([0, 1, 5, 40, 300]) for _ in range(rng.randint(1, 3)))
+    )
     for step in range(12):
         n_rows = len(ours._padding)
         kind = rng.choice(["decode", "prefill", "filter", "extend", "extend", "trim"])
@@ -79,50 +81,50 @@ def test_it_is_stocks_after_any_steps(seed: int) -> None:
             stock.filter(keep)
         elif kind == "extend" and n_rows < 6:
             lengths = [rng.choice([0, 3, 50]) for _ in range(rng.randint(1, 2))]
-            more, more_of_stock = both(*lengths)
+            more, more_of_stock = ours_and_stock(*lengths)
             ours.extend(more)
             stock.extend(more_of_stock)
         elif kind == "trim":
             n = rng.randint(0, ours.size() - max(ours._padding))
             assert ours.trim(n) == stock.trim(n)
-        same_state(ours, stock)
+        assert_same_state(ours, stock)
 
 
 @every_pair(lengths=[(5,), (5, 5), (0, 0), (5, 3)], n_new=[1, 4], window=[None, 6, 9])
-def test_attention_under_its_masks_is_that_under_stocks(
+def test_attention_with_our_masks_matches_stock(
     lengths: tuple[int, ...], n_new: int, window: int | None
 ) -> None:
     queries = mx.random.normal((len(lengths), 2, n_new, 64), key=mx.random.key(9))
     new = random_kv(7, n_new, len(lengths))
-    found = []
-    for batch in both(*lengths):
+    results = []
+    for batch in ours_and_stock(*lengths):
         mask = batch.make_mask(n_new, window_size=window)
         keys, values = batch.update_and_fetch(*new)
-        found.append(
+        results.append(
             mx.fast.scaled_dot_product_attention(queries, keys, values, scale=0.1, mask=mask)
         )
-    assert mx.allclose(found[0], found[1], atol=1e-6)
+    assert mx.allclose(results[0], results[1], atol=1e-6)
 
 
-def test_masks_are_arrays_only_where_something_is_hidden() -> None:
-    ours, _ = both(5, 5)
+def test_masks_are_arrays_only_if_keys_are_hidden_or_requested() -> None:
+    ours, _ = ours_and_stock(5, 5)
     assert ours.make_mask(1) is None and ours.make_mask(4) == "causal"
     assert ours.make_mask(4, window_size=9) == "causal"
     for mask in (
         ours.make_mask(4, window_size=8),
         ours.make_mask(4, return_array=True),
-        both(5, 4)[0].make_mask(1),
+        ours_and_stock(5, 4)[0].make_mask(1),
     ):
         assert isinstance(mask, mx.array)
 
 
-def test_left_padding_of_an_empty_batch() -> None:
+def test_empty_batch_with_left_padding_matches_stock() -> None:
     ours, stock = FullPrecisionBatchKVCache([0, 3]), BatchKVCache([0, 3])
-    same_state(ours, stock)
+    assert_same_state(ours, stock)
     assert isinstance(ours.make_mask(1), mx.array)
 
 
-def test_a_single_cache_and_all_rows_are_not_copied() -> None:
+def test_merging_one_cache_and_keeping_all_rows_copies_nothing() -> None:
     cache = sequence(300)
     before = address(cache.keys)
     batch = FullPrecisionBatchKVCache.merge([cache])
@@ -143,7 +145,7 @@ def test_the_only_row_is_extracted_without_a_copy() -> None:
     assert not same_bits(batch.keys[:, :, 300:304], cache.keys[:, :, 300:304])
 
 
-def test_a_merged_cache_does_not_see_what_the_batch_writes() -> None:
+def test_batch_writes_do_not_change_the_merged_cache() -> None:
     cache = sequence(8)
     batch = FullPrecisionBatchKVCache.merge([cache])
     batch.trim(4)
@@ -151,13 +153,13 @@ def test_a_merged_cache_does_not_see_what_the_batch_writes() -> None:
     assert same_bits(cache.keys[:, :, :8], sequence(8).keys[:, :, :8])
 
 
-def test_other_caches_are_refused() -> None:
+def test_merging_other_cache_classes_is_refused() -> None:
     with pytest.raises(TypeError, match="RotatingKVCache"):
         FullPrecisionBatchKVCache.merge([KVCache(), RotatingKVCache(8)])
 
 
 class PlainSetup(schedules.Setup):
-    """The schedules with plain caches, alone and in batches."""
+    """The schedules with full-precision caches, alone and in batches."""
 
     def make_caches(self) -> list[Any]:
         return [MergesIntoOurs() for _ in self.model.layers]
@@ -181,11 +183,13 @@ def setup() -> PlainSetup:
     return PlainSetup("llama")
 
 
-def test_sequences_in_a_batch_give_what_they_give_alone(setup: PlainSetup) -> None:
+def test_batched_sequences_give_the_same_tokens_as_alone(setup: PlainSetup) -> None:
     bad = {seed: n for seed in range(40) if (n := setup.run(seed))}
     assert not bad
 
 
-def test_a_fault_shows(setup: PlainSetup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schedules_detect_batches_without_padding_masks(
+    setup: PlainSetup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(MergesIntoOurs, "merge", NoPadding.merge)
     assert sum(setup.run(seed) for seed in range(30)) > 5

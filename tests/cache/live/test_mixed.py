@@ -1,4 +1,4 @@
-"""Layers in groups of other sizes, or in full precision, are cut, joined, merged and filtered."""
+"""Caches with groups of several precisions are stored, restored, merged and filtered."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def spec(model: Any) -> ModelCacheSpec:
 
 
 def on_grid(model: Any, ids: list[int], caches: list[Any]) -> mx.array:
-    """Return the logits of a text that is computed block after block."""
+    """Compute `ids` block by block and return the logits."""
     chunks = (ids[start : start + 256] for start in range(0, len(ids), 256))
     logits = mx.concatenate([model(mx.array([c]), cache=caches)[0] for c in chunks], axis=0)
     mx.eval(logits)
@@ -53,23 +53,23 @@ NAMED = {
 }
 
 
-def of_layout(model: Any, spec: ModelCacheSpec, layout: str) -> ModelCacheSpec:
+def spec_of_layout(model: Any, spec: ModelCacheSpec, layout: str) -> ModelCacheSpec:
     precisions: list[KVPrecision | None] = []
-    for part in layout.split(","):
-        name, _, length = part.partition("*")
+    for entry in layout.split(","):
+        name, _, length = entry.partition("*")
         precisions += [NAMED[name]] * int(length or N_LAYERS)
     (group,) = spec.full
     groups = [
         replace(group, name=str(number), slots=tuple(slots), precision=precision)
         for number, precision in enumerate(dict.fromkeys(precisions))
-        for slots in [[slot for slot, one in enumerate(precisions) if one == precision]]
+        for slots in [[slot for slot, other in enumerate(precisions) if other == precision]]
     ]
     mixed = spec_with(model, groups)
     assert mixed.layout == f"{layout},c256"
     return mixed
 
 
-def cut(mixed: ModelCacheSpec, caches: list[Any]) -> Pieces:
+def cut_into_pieces(mixed: ModelCacheSpec, caches: list[Any]) -> Pieces:
     cuts = [(0, 256), (256, 300)]
     blocks = split(mixed.full, caches, cuts)
     pieces = [Piece(b, 0, stop - start) for b, (start, stop) in zip(blocks, cuts, strict=True)]
@@ -80,32 +80,32 @@ def cut(mixed: ModelCacheSpec, caches: list[Any]) -> Pieces:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_mixed_cache_is_cut_and_joined(
+def test_restored_mixed_caches_give_the_same_bits(
     model: Any, spec: ModelCacheSpec, layout: str, whole: bool
 ) -> None:
-    """It gives the bits of an uninterrupted cache; arrays of other tokens give other bits."""
-    mixed = of_layout(model, spec, layout)
+    """Arrays of other tokens give different logits."""
+    mixed = spec_of_layout(model, spec, layout)
     caches = mixed.make_cache()
     on_grid(model, IDS[:300], caches)
-    pieces = cut(mixed, caches)
+    pieces = cut_into_pieces(mixed, caches)
     following = mx.array([IDS[300:303]])
     expected = model(following, cache=caches)
     assert mx.array_equal(expected, model(following, cache=join(mixed, pieces, 512, whole=whole)))
     for name, array in pieces.blocks[0].arrays.items():
         wrong = {**pieces.blocks[0].arrays, name: mx.roll(array, 1, 2)}
         blocks = [Piece(wrong, 0, 256), pieces.blocks[1]]
-        found = model(
+        actual = model(
             following, cache=join(mixed, replace(pieces, blocks=blocks), 512, whole=whole)
         )
-        assert not mx.allclose(expected, found, atol=1e-4), name
+        assert not mx.allclose(expected, actual, atol=1e-4), name
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_of_a_mixed_batch_give_what_they_give_alone(
+def test_mixed_batch_rows_match_sequences_alone(
     model: Any, spec: ModelCacheSpec, layout: str
 ) -> None:
-    """Restored rows are merged and filtered, others join, and all continue, one row alone again."""
-    mixed = of_layout(model, spec, layout)
+    """Restored rows are merged and filtered, a row joins, and one row continues alone."""
+    mixed = spec_of_layout(model, spec, layout)
 
     def filled(n_tokens: int) -> list[Any]:
         caches = mixed.make_cache()
@@ -115,7 +115,7 @@ def test_rows_of_a_mixed_batch_give_what_they_give_alone(
     def merged(rows: list[list[Any]]) -> list[Any]:
         return [caches[0].merge(list(caches)) for caches in zip(*rows, strict=True)]
 
-    restored = join(mixed, cut(mixed, filled(300)), 64)
+    restored = join(mixed, cut_into_pieces(mixed, filled(300)), 64)
     batch = merged([restored, filled(7), filled(40)])
     steps = [5, 9, 2, 3]
     alone = {n: filled(n) for n in (300, 40, 25)}
@@ -126,10 +126,10 @@ def test_rows_of_a_mixed_batch_give_what_they_give_alone(
     for n in (300, 40):
         model(mx.array([[steps[0]]]), cache=alone[n])
     for step in steps[1:3]:
-        found = model(mx.array([[step]] * 3), cache=batch)
+        actual = model(mx.array([[step]] * 3), cache=batch)
         for row, caches in enumerate(alone.values()):
             expected = model(mx.array([[step]]), cache=caches)
-            assert mx.allclose(found[row : row + 1], expected, atol=1e-3), (layout, row)
+            assert mx.allclose(actual[row : row + 1], expected, atol=1e-3), (layout, row)
     last = [cache.extract(0) for cache in batch]
     expected = model(mx.array([[steps[3]]]), cache=alone[300])
     assert mx.allclose(model(mx.array([[steps[3]]]), cache=last), expected, atol=1e-3)

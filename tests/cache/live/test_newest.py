@@ -1,7 +1,7 @@
-"""A query sees its own block of the grid as it was computed, and older blocks quantized.
+"""A query sees its own block of the grid in full precision, and older blocks quantized.
 
-The reference is mlx-lm's KVCache, twice for each sequence: with keys and values as they come, and
-after `mx.quantize` and `mx.dequantize`. One boolean mask over both selects those that a query sees.
+The reference has two of mlx-lm's KVCaches for each sequence: one in full precision, and one with
+keys and values after `mx.quantize` and `mx.dequantize`. A boolean mask selects from both.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def small_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pk, "GRID", GRID)
 
 
-def packed_and_back(x: mx.array, quantization: Quantization) -> mx.array:
-    """Return `x` as MLX rounds it, with zeros after each head's numbers up to the next whole group.
+def quantized_and_back(x: mx.array, quantization: Quantization) -> mx.array:
+    """Return `x` quantized and dequantized by MLX, with heads padded by zeros to whole groups.
 
     If rotated, `x` is multiplied by a Hadamard matrix before, and by its transpose after.
     """
@@ -82,13 +82,13 @@ class Reference:
     def attend(self, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
         precise = self.computed.update_and_fetch(keys, values)
         coarse = self.quantized.update_and_fetch(
-            packed_and_back(keys, self.precision.keys),
-            packed_and_back(values, self.precision.values),
+            quantized_and_back(keys, self.precision.keys),
+            quantized_and_back(values, self.precision.values),
         )
         n_keys, n = self.computed.offset, keys.shape[2]
         at, seen = mx.arange(n_keys - n, n_keys)[:, None], mx.arange(n_keys)
-        own = (at // pk.GRID == seen // pk.GRID) & (seen <= at)
-        mask = mx.concatenate([own, seen // pk.GRID < at // pk.GRID], axis=1)
+        own_block = (at // pk.GRID == seen // pk.GRID) & (seen <= at)
+        mask = mx.concatenate([own_block, seen // pk.GRID < at // pk.GRID], axis=1)
         both = (mx.concatenate(list(pair), axis=2) for pair in zip(precise, coarse, strict=True))
         return mx.fast.scaled_dot_product_attention(queries, *both, scale=SCALE, mask=mask)
 
@@ -98,7 +98,7 @@ class Reference:
 
 
 class Streams:
-    """Sequences in our caches, alone and as rows of a batch, each with its reference."""
+    """Sequences in quantized caches, alone and as rows of a batch, each with its reference."""
 
     def __init__(
         self,
@@ -126,18 +126,19 @@ class Streams:
         self.batch.extend(BatchQuantizedKVCache.merge([cache]))
 
     def step(self, cache: Any, references: list[Reference], most: int) -> None:
-        """Attend over some more tokens; sometimes the last of them are taken back, as a draft's."""
+        """Attend over more tokens; sometimes trim the last of them, like refused draft tokens."""
         n = self.rng.choice([1, 1, 2, self.rng.randint(1, most)])
         if self.plan is not None and len(references) > 1:
             n = 1
         if self.plan is None:
-            n = min(n, *(GRID - length % GRID for length in cache.lengths))  # it gets arrays
+            # A call that fetches arrays ends within its block.
+            n = min(n, *(GRID - length % GRID for length in cache.lengths))
         # No draft is longer than a block.
-        n_taken = self.rng.randint(0, n) if n <= GRID and self.rng.random() < 0.15 else 0
-        self.attend(cache, references, n, n_taken)
+        n_trimmed = self.rng.randint(0, n) if n <= GRID and self.rng.random() < 0.15 else 0
+        self.attend(cache, references, n, n_trimmed)
 
-    def attend(self, cache: Any, references: list[Reference], n: int, n_taken: int) -> None:
-        """Attend over `n` more tokens, then take the last `n_taken` back."""
+    def attend(self, cache: Any, references: list[Reference], n: int, n_trimmed: int) -> None:
+        """Attend over `n` more tokens, then trim the last `n_trimmed`."""
         self.seed += 1
         n_rows = len(references)
         keys, values = random_kv(self.seed, n, n_rows, dims=self.dims)
@@ -145,14 +146,16 @@ class Streams:
         queries = mx.random.normal((*lead, self.dims[0]), key=mx.random.key(self.seed))
         mask = cache.make_mask(n)
         fetched = cache.update_and_fetch(keys, values)
-        found = scaled_dot_product_attention(queries, *fetched, cache=cache, scale=SCALE, mask=mask)
-        if n_taken:
-            assert cache.trim(n_taken) == n_taken
+        actual = scaled_dot_product_attention(
+            queries, *fetched, cache=cache, scale=SCALE, mask=mask
+        )
+        if n_trimmed:
+            assert cache.trim(n_trimmed) == n_trimmed
         for i, reference in enumerate(references):
             row = slice(i, i + 1)
             expected = reference.attend(queries[row], keys[row], values[row])
-            self.worst = max(self.worst, float(mx.abs(found[row] - expected).max()))
-            reference.trim(n_taken)
+            self.worst = max(self.worst, float(mx.abs(actual[row] - expected).max()))
+            reference.trim(n_trimmed)
 
     def run(self, n_steps: int = 30) -> float:
         """Let rows join, leave and continue; return the largest difference from the references."""
@@ -177,32 +180,30 @@ CASES = [(precision, plan) for precision in ("4 bits", "rotated") for plan in PL
 
 
 @every_pair(precision=["4 bits", "rotated"], plan=list(PLANS), seed=range(2))
-def test_random_cuts_joins_leaves_and_trims_follow_the_rule(
+def test_random_chunks_joins_leaves_and_trims_match_the_reference(
     precision: str, plan: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if seed:  # a step then reads the spare room, too
+    if seed:  # steps then also read the spare room
         monkeypatch.setattr(pk, "headroom", lambda n_new: 7)
     assert Streams(seed, PRECISIONS[precision], PLANS[plan]).run() < TOLERANCE
 
 
 @pytest.mark.parametrize(("precision", "plan"), CASES)
-def test_a_draft_of_many_steps_is_taken_back_over_the_end_of_a_block(
-    precision: str, plan: str
-) -> None:
+def test_drafts_of_several_steps_are_trimmed_across_block_ends(precision: str, plan: str) -> None:
     streams = Streams(3, PRECISIONS[precision], PLANS[plan])
     cache = SequenceQuantizedKVCache(streams.precision, streams.plan)
     references = [Reference(streams.precision)]
     for _ in range(30):
         n_steps = streams.rng.randint(1, 8)
-        n_taken = streams.rng.randint(0, n_steps - 1)
+        n_trimmed = streams.rng.randint(0, n_steps - 1)
         for n in range(n_steps):
-            streams.attend(cache, references, 1, n_taken if n == n_steps - 1 else 0)
+            streams.attend(cache, references, 1, n_trimmed if n == n_steps - 1 else 0)
     assert streams.worst < TOLERANCE and cache.offset > 3 * GRID
 
 
 @pytest.mark.parametrize("plan", ["arrays", "packed"])
 @pytest.mark.parametrize("n_before", [1, 2, MOST_DRAFTED - 3, MOST_DRAFTED - 1])
-def test_the_longest_draft_is_taken_back_over_the_end_of_a_block(
+def test_longest_draft_is_trimmed_across_a_block_end(
     plan: str, n_before: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pk, "GRID", 256)
@@ -218,13 +219,13 @@ def test_the_longest_draft_is_taken_back_over_the_end_of_a_block(
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("plan", ["dequantize", "tiles of heads"])
-def test_keys_padded_to_few_lengths_follow_the_rule(
+def test_keys_padded_to_few_lengths_match_the_reference(
     plan: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths, words = set(), set()
     attend = mx.fast.scaled_dot_product_attention
 
-    def seen(queries: mx.array, keys: mx.array, *others: Any, **more: Any) -> mx.array:
+    def recorded(queries: mx.array, keys: mx.array, *others: Any, **more: Any) -> mx.array:
         mask = more.get("mask")
         if isinstance(mask, mx.array) and mask.dtype != mx.bool_:  # the reference's mask is boolean
             lengths.add(keys.shape[2])
@@ -234,15 +235,15 @@ def test_keys_padded_to_few_lengths_follow_the_rule(
 
     monkeypatch.setattr(attention, "builds_for_each_length", lambda: True)
     monkeypatch.setattr(attention, "PADDED_TOKENS", 48)
-    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", seen)
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", recorded)
     assert Streams(seed, COARSE, PLANS[plan]).run() < TOLERANCE
     assert lengths and all(n % 48 == 0 for n in lengths)
     assert not words  # also for few queries, such as a check of draft tokens
 
 
 @pytest.mark.parametrize("n_rows", [1, 3])
-def test_a_step_does_not_copy_what_is_dequantized(n_rows: int) -> None:
-    """The newest keys are written into it; reading their place before that would copy it."""
+def test_decoding_step_does_not_copy_the_dequantized_keys(n_rows: int) -> None:
+    """New keys are written into the dequantized array; reading it earlier would copy it."""
     n_heads, n_keys, dim = 4, 8000, 64
     cache = BatchQuantizedKVCache(
         [0] * n_rows, KVPrecision.of(8, 64, 4, rotated=True), PLANS["dequantize"]
@@ -259,10 +260,10 @@ def test_a_step_does_not_copy_what_is_dequantized(n_rows: int) -> None:
         mx.eval(keys.attend(queries, values, SCALE, None))
         peaks.append(mx.get_peak_memory() - before)
     dequantized_bytes = 2 * n_rows * n_heads * n_keys * dim * 4
-    assert min(peaks) < 2.5 * dequantized_bytes  # MLX's attention on the CPU copies what it reads
+    assert min(peaks) < 2.5 * dequantized_bytes  # MLX's attention on the CPU copies its inputs
 
 
-def test_recalled_tokens_do_not_copy_the_older_ones() -> None:
+def test_recalling_newest_tokens_does_not_copy_older_tokens() -> None:
     cache = SequenceQuantizedKVCache(KVPrecision.of(8, 64, 4, rotated=True))
     cache.update_and_fetch(*mx.random.normal((2, 1, 4, 20_000, 64)))
     keys, values = mx.random.normal((2, 1, 4, 10, 64))
@@ -286,14 +287,14 @@ HEADS = [(40, 40), (72, 72), (80, 80), (88, 96), (100, 100), (104, 80), (112, 11
 
 @pytest.mark.parametrize("plan", ["arrays", "dequantize", "packed", "tiles of heads"])
 @pytest.mark.parametrize("dims", HEADS, ids=str)
-def test_heads_of_any_size_follow_the_rule(dims: tuple[int, int], plan: str) -> None:
+def test_heads_of_any_size_match_the_reference(dims: tuple[int, int], plan: str) -> None:
     precision = PRECISIONS["rotated" if dims[0] % 3 else "4 bits"]
     assert Streams(1, precision, PLANS[plan], dims).run(12) < TOLERANCE
 
 
-def test_a_batch_that_all_rows_have_left_is_empty() -> None:
+def test_batch_without_rows_is_empty() -> None:
     cache = SequenceQuantizedKVCache(COARSE, PLANS["packed"])
-    for n in (5, 1):  # what is decoded is not packed at once
+    for n in (5, 1):  # decoded tokens are not packed at once
         cache.update_and_fetch(*random_kv(n, n))
     batch = BatchQuantizedKVCache.merge([cache])
     batch.update_and_fetch(*random_kv(2, 1))
@@ -301,7 +302,7 @@ def test_a_batch_that_all_rows_have_left_is_empty() -> None:
     assert batch.empty() and batch.nbytes == 0
 
 
-def test_what_is_taken_back_beyond_a_block_leaves_nothing_as_computed() -> None:
+def test_trimming_beyond_a_block_start_empties_the_newest_buffer() -> None:
     cache = SequenceQuantizedKVCache(COARSE)
     cache.update_and_fetch(*random_kv(1, GRID + 4))
     cache.forget()
@@ -309,7 +310,7 @@ def test_what_is_taken_back_beyond_a_block_leaves_nothing_as_computed() -> None:
     assert cache.newest.size() == 0
 
 
-def test_a_row_has_zeros_in_front_however_long_the_rows_get() -> None:
+def test_newest_rows_of_any_length_are_left_padded_with_zeros() -> None:
     rows = [Newest(1) for _ in range(2)]
     for row, n in zip(rows, (3, 1), strict=True):
         row.append(*random_kv(n, n))
@@ -325,7 +326,7 @@ def test_a_row_has_zeros_in_front_however_long_the_rows_get() -> None:
         assert (x != 0).any(axis=(1, 3)).tolist() == [[False] * 3 + [True] * 2, [True] * 5]
 
 
-def test_what_is_not_packed_is_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_buffers_are_zero_beyond_the_packed_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = SequenceQuantizedKVCache(COARSE, PLANS["packed"])
 
     def n_packed() -> int:
@@ -339,11 +340,11 @@ def test_what_is_not_packed_is_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
         cache.update_and_fetch(*random_kv(n, n))
     assert n_packed() == 2 * GRID
     cache.trim(3)
-    assert n_packed() == GRID, "the last block is still known as it was computed"
+    assert n_packed() == GRID, "the last block is still in full precision"
     cache.forget()
     assert n_packed() == 2 * GRID
     cache.trim(5)
-    assert n_packed() == GRID, "and while the next one is short"
+    assert n_packed() == GRID, "also while the next block is short"
     cache.update_and_fetch(*random_kv(2, 7))
     assert n_packed() == 2 * GRID
     monkeypatch.setattr(caches, "_MOST_TAKEN_BACK", 2)
@@ -354,7 +355,7 @@ def test_what_is_not_packed_is_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     assert n_packed() == cache.offset == 2 * GRID - 1
 
 
-def test_nothing_packed_is_read_in_the_first_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_attention_is_not_called_in_the_first_block(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     stock = attention.packed_attention
 
@@ -372,7 +373,7 @@ def test_nothing_packed_is_read_in_the_first_block(monkeypatch: pytest.MonkeyPat
     assert calls == [GRID + 1, GRID + 2]
 
 
-def test_the_buffer_is_one_block_long() -> None:
+def test_newest_buffer_has_the_length_of_one_block() -> None:
     cache = SequenceQuantizedKVCache(COARSE, PLANS["packed"])
     for n in (3, 40, 1, 1, 100):
         cache.update_and_fetch(*random_kv(n, n))
@@ -381,16 +382,16 @@ def test_the_buffer_is_one_block_long() -> None:
         assert cache.newest.keys is None or cache.newest.keys.shape[2] == GRID
 
 
-# --- faults: the test above can fail
+# --- faults, to show that the tests above can fail
 
 
-def one_off(keep: Callable[..., None]) -> Callable[..., None]:
+def keeping_one_less(keep: Callable[..., None]) -> Callable[..., None]:
     return lambda self, n_tokens: keep(self, [max(0, n - 1) for n in n_tokens])
 
 
 def faults() -> dict[str, tuple[type, str, Any]]:
     return {
-        "window": (Newest, "keep", one_off(Newest.keep)),
+        "window": (Newest, "keep", keeping_one_less(Newest.keep)),
         "padding": (Newest, "only", lambda self, n_tokens: self.last(max(n_tokens))),
         "reset": (PackedCache, "forget", lambda self: [n % pk.GRID for n in self.lengths]),
         "phase": (
@@ -401,13 +402,15 @@ def faults() -> dict[str, tuple[type, str, Any]]:
     }
 
 
-# Arrays do not depend on the rest of a cache.
-CELLS = [(fault, plan) for fault in faults() for plan in ("arrays", "packed")]
-CELLS.remove(("reset", "arrays"))
+# If arrays are fetched, the fault in `forget` does not change results.
+FAULT_CASES = [(fault, plan) for fault in faults() for plan in ("arrays", "packed")]
+FAULT_CASES.remove(("reset", "arrays"))
 
 
-@pytest.mark.parametrize(("fault", "plan"), CELLS)
-def test_a_fault_shows(fault: str, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("fault", "plan"), FAULT_CASES)
+def test_injected_faults_exceed_the_tolerance(
+    fault: str, plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(*faults()[fault])
     worst = max(Streams(seed, COARSE, PLANS[plan]).run() for seed in range(2))
     assert worst > 100 * TOLERANCE

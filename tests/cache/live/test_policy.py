@@ -1,4 +1,4 @@
-"""The policy: which strategy each call takes, on each backend."""
+"""The policy chooses the attention strategy of each call on each backend."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_policy_decides_by_backend_heads_and_bits(
 ) -> None:
     keys = Quantization(key_bits, 32).fitted(shape.k_dim)
     plan = plan_by_policy(shape, keys, backend)
-    for n_queries in (1, 2, 17):  # draft tokens are checked as a token is decoded
+    for n_queries in (1, 2, 17):  # draft tokens are checked like one decoded token
         assert plan.choose(n_queries, 100, 1, 100) == decode
         assert plan.choose(n_queries, 100, 8, 100) == batch
     for n_queries in (18, 256):  # a chunk of a prompt
@@ -62,7 +62,7 @@ def test_the_policy_decides_by_backend_heads_and_bits(
         (2, 26, 4, "tiled"),
     ],
 )
-def test_a_plan_takes_its_strategy_if_it_applies_and_keeps_its_limit(
+def test_plan_applies_its_rule_and_its_memory_limit(
     n_queries: int, n_keys: int, n_rows: int, expected: str
 ) -> None:
     plan = AttentionPlan("packed", 1, 3, can_take_packed=True, max_dequantized_bytes=10_000)
@@ -76,6 +76,6 @@ def test_a_model_that_takes_no_packed_keys_dequantizes_everything() -> None:
     assert AttentionPlan(max_dequantized_bytes=1).choose(1, 1000, 8, 1000) == "dequantize"
 
 
-def test_dequantize_if_asked_for_is_never_tiled() -> None:
+def test_requested_dequantize_strategy_is_never_tiled() -> None:
     plan = forced_plan("dequantize")
     assert plan.choose(2, 1 << 30, 8, 1000) == "dequantize"

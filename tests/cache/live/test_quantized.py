@@ -39,45 +39,45 @@ def filled(n_tokens: int, seed: int = 0, dtype: mx.Dtype = mx.float32) -> Sequen
 
 
 @pytest.mark.parametrize("name", ["bits", "group_size"])
-def test_mlx_lm_does_not_take_it_for_its_own_quantized_cache(name: str) -> None:
+def test_cache_lacks_attributes_that_mark_mlx_lm_quantized_caches(name: str) -> None:
     assert not hasattr(filled(1), name)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-def test_older_blocks_are_what_mx_dequantize_gives_in_the_models_dtype(dtype: mx.Dtype) -> None:
+def test_older_blocks_equal_mx_dequantize_in_the_model_dtype(dtype: mx.Dtype) -> None:
     keys, values = random_kv(1, pk.GRID, dtype=dtype)
     cache = SequenceQuantizedKVCache(PRECISION)
     cache.update_and_fetch(keys, values)
-    found = cache.update_and_fetch(*random_kv(2, 1, dtype=dtype))
-    for plain, x in zip((x[:, :, : pk.GRID] for x in found), (keys, values), strict=True):
-        assert same_bits(plain, rounded(x, 32, 4))
+    fetched = cache.update_and_fetch(*random_kv(2, 1, dtype=dtype))
+    for block, x in zip((x[:, :, : pk.GRID] for x in fetched), (keys, values), strict=True):
+        assert same_bits(block, rounded(x, 32, 4))
 
 
-def test_values_may_take_other_bits_than_keys() -> None:
+def test_values_may_have_fewer_bits_than_keys() -> None:
     precision = KVPrecision.of(8, 32, 4)
     cache = SequenceQuantizedKVCache(precision)
     keys, values = random_kv(1, pk.GRID + 9)
-    plain = cache.update_and_fetch(keys, values)
-    for found, again in zip(plain, cache.keys_and_values(), strict=True):
-        assert same_bits(found, again)
-    for found, x, bits in zip(plain, (keys, values), (8, 4), strict=True):
-        assert same_bits(found[:, :, : pk.GRID], rounded(x, 32, bits)[:, :, : pk.GRID])
-        assert same_bits(found[:, :, pk.GRID :], x[:, :, pk.GRID :])
+    fetched = cache.update_and_fetch(keys, values)
+    for actual, again in zip(fetched, cache.keys_and_values(), strict=True):
+        assert same_bits(actual, again)
+    for actual, x, bits in zip(fetched, (keys, values), (8, 4), strict=True):
+        assert same_bits(actual[:, :, : pk.GRID], rounded(x, 32, bits)[:, :, : pk.GRID])
+        assert same_bits(actual[:, :, pk.GRID :], x[:, :, pk.GRID :])
     n_bytes = packed_bytes(precision.keys, K_DIM) + packed_bytes(precision.values, V_DIM)
     n_tokens = cache.keys[0].shape[2]
     assert cache.nbytes == n_tokens * 2 * n_bytes + cache.newest.nbytes  # two heads
 
 
 @pytest.mark.parametrize("rotated", [True, False])
-def test_arrays_for_other_models_are_as_they_came(rotated: bool) -> None:
+def test_fetched_arrays_equal_the_given_arrays_without_rotation(rotated: bool) -> None:
     cache = SequenceQuantizedKVCache(KVPrecision.of(8, 32, rotated=rotated))
     given = random_kv(1, 5)
-    for x, came in zip(cache.update_and_fetch(*given), given, strict=True):
-        assert mx.abs(x - came).max() < 1e-5
+    for x, original in zip(cache.update_and_fetch(*given), given, strict=True):
+        assert mx.abs(x - original).max() < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
-def test_the_limit_of_what_is_dequantized_is_kept_to_the_byte(dtype: mx.Dtype) -> None:
+def test_one_byte_over_the_dequantized_limit_uses_tiles(dtype: mx.Dtype) -> None:
     all_bytes = 9 * N_HEADS * (K_DIM + V_DIM) * dtype.size
     for limit_bytes, strategy in ((all_bytes, "dequantize"), (all_bytes - 1, "tiled")):
         plan = AttentionPlan(can_take_packed=True, max_dequantized_bytes=limit_bytes)
@@ -88,7 +88,7 @@ def test_the_limit_of_what_is_dequantized_is_kept_to_the_byte(dtype: mx.Dtype) -
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_chunks_of_any_size_give_the_same_bits_as_the_whole(seed: int) -> None:
+def test_chunks_of_any_size_give_the_same_bits(seed: int) -> None:
     n_tokens = 900
     keys, values = random_kv(seed, n_tokens)
     whole = SequenceQuantizedKVCache(PRECISION)
@@ -97,9 +97,9 @@ def test_chunks_of_any_size_give_the_same_bits_as_the_whole(seed: int) -> None:
     rng = random.Random(seed)
     while (start := chunked.offset) < n_tokens:
         stop = min(n_tokens, start + rng.choice([1, 1, 2, 17, 256, 400]))
-        plain = chunked.update_and_fetch(keys[:, :, start:stop], values[:, :, start:stop])
-        assert plain[0].shape == (1, 2, stop, K_DIM)
-        assert plain[1].shape == (1, 2, stop, V_DIM)
+        fetched = chunked.update_and_fetch(keys[:, :, start:stop], values[:, :, start:stop])
+        assert fetched[0].shape == (1, 2, stop, K_DIM)
+        assert fetched[1].shape == (1, 2, stop, V_DIM)
     for a, b in zip(
         packed_tokens(chunked, 0, n_tokens), packed_tokens(whole, 0, n_tokens), strict=True
     ):
@@ -111,14 +111,14 @@ def test_chunks_of_any_size_give_the_same_bits_as_the_whole(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("n_new", "spare"), [(1, 512), (256, 512), (300, 556), (2048, 1024)])
-def test_growth_leaves_room_for_the_next_call(n_new: int, spare: int) -> None:
+def test_buffer_growth_leaves_spare_room(n_new: int, spare: int) -> None:
     assert pk.headroom(n_new) == spare
     cache = filled(n_new)
     assert cache.keys is not None
     assert cache.keys[0].shape[2] == n_new + spare
 
 
-def test_appends_in_place() -> None:
+def test_tokens_are_appended_in_place() -> None:
     cache = filled(600)
     assert cache.keys is not None
     before = [address(x) for x in cache.keys]
@@ -132,22 +132,22 @@ def test_appends_in_place() -> None:
     assert [address(x) for x in cache.keys] == before
 
 
-def test_what_was_taken_back_waits_no_longer() -> None:
-    """Tokens that came singly, right after a block, are removed before they are packed."""
+def test_trimmed_tokens_are_not_packed_later() -> None:
+    """Tokens that were decoded right after a block are trimmed before they are packed."""
     n = pk.GRID + 3
     (keys, values), (others, other_values) = random_kv(1, n), random_kv(2, 1)
-    cache, straight = (SequenceQuantizedKVCache(PRECISION) for _ in range(2))
+    cache, never_trimmed = (SequenceQuantizedKVCache(PRECISION) for _ in range(2))
     for start, stop in ((0, pk.GRID), *((i, i + 1) for i in range(pk.GRID, n))):
         cache.update_and_fetch(keys[:, :, start:stop], values[:, :, start:stop])
     assert cache.trim(3) == 3
-    straight.update_and_fetch(keys[:, :, : pk.GRID], values[:, :, : pk.GRID])
-    for one in (cache, straight):
-        one.update_and_fetch(others, other_values)
-    both = [packed_tokens(one, 0, pk.GRID + 1) for one in (cache, straight)]
+    never_trimmed.update_and_fetch(keys[:, :, : pk.GRID], values[:, :, : pk.GRID])
+    for each in (cache, never_trimmed):
+        each.update_and_fetch(others, other_values)
+    both = [packed_tokens(each, 0, pk.GRID + 1) for each in (cache, never_trimmed)]
     assert all(same_packed(a, b) for a, b in zip(*both, strict=True))
 
 
-def test_trim_forgets_and_is_written_over() -> None:
+def test_new_tokens_overwrite_trimmed_tokens() -> None:
     cache = filled(40)
     assert cache.trim(15) == 15
     assert cache.size() == cache.offset == 25
@@ -163,7 +163,7 @@ def test_trim_forgets_and_is_written_over() -> None:
     assert not cache.empty()
 
 
-def test_masks_are_those_of_a_plain_cache() -> None:
+def test_masks_are_arrays_only_if_needed() -> None:
     cache = filled(10)
     assert cache.make_mask(1) is None
     assert cache.make_mask(3) == "causal"
@@ -178,20 +178,20 @@ def test_masks_are_those_of_a_plain_cache() -> None:
     assert isinstance(cache.make_mask(3, window_size=13, return_array=True), mx.array)
 
 
-def test_an_empty_cache_is_nothing() -> None:
+def test_empty_cache_has_no_state_and_no_bytes() -> None:
     cache = SequenceQuantizedKVCache(PRECISION)
     assert cache.empty() and cache.nbytes == 0 and cache.size() == 0
     assert cache.is_trimmable() and cache.trim(3) == 0
     assert cache.state == (None, None, 0, None, None)
 
 
-def test_bytes_are_those_of_the_buffers() -> None:
+def test_nbytes_counts_packed_and_newest_buffers() -> None:
     per_token = 2 * (packed_bytes(PRECISION.keys, K_DIM) + packed_bytes(PRECISION.values, V_DIM))
     newest = pk.GRID * 2 * (K_DIM + V_DIM) * mx.float32.size
     assert filled(8).nbytes == (8 + 512) * per_token + newest
 
 
-def test_a_deep_copy_goes_its_own_way() -> None:
+def test_changing_a_deep_copy_does_not_change_the_original() -> None:
     cache = filled(20)
     twin = copy.deepcopy(cache)
     twin.trim(10)
@@ -203,13 +203,13 @@ def test_a_deep_copy_goes_its_own_way() -> None:
 def test_later_tokens_of_another_dtype_do_not_widen_the_scales() -> None:
     cache = filled(4, dtype=mx.bfloat16)
     keys, values = random_kv(1, 600)
-    plain, _ = cache.update_and_fetch(keys, values)
+    fetched, _ = cache.update_and_fetch(keys, values)
     assert cache.keys is not None
     assert [x.dtype for x in cache.keys] == [mx.uint32, mx.bfloat16, mx.bfloat16]
-    assert plain.dtype == mx.float32
+    assert fetched.dtype == mx.float32
 
 
-def test_a_view_of_the_whole_buffer_does_not_see_later_writes() -> None:
+def test_later_writes_do_not_change_views_of_the_whole_buffer() -> None:
     cache = filled(5)
     cache.keys, cache.values = packed_tokens(cache, 0, 5)
     views = pk.view(cache.keys, 0, 5), pk.view(cache.values, 0, 5)
@@ -220,7 +220,7 @@ def test_a_view_of_the_whole_buffer_does_not_see_later_writes() -> None:
 
 
 @pytest.mark.parametrize("dim", [32, 64, 128, 256])
-def test_a_fast_rotation_is_the_product_with_the_matrix(dim: int) -> None:
+def test_fast_rotation_equals_multiplying_by_the_matrix(dim: int) -> None:
     x, side = mx.random.normal((2, 3, dim)), Quantization(8, 32, rotated=True)
     rotated = pk.prepared(x, side)
     assert mx.allclose(rotated, x @ pk.rotation(dim, dim, x.dtype), atol=1e-5)
@@ -228,7 +228,7 @@ def test_a_fast_rotation_is_the_product_with_the_matrix(dim: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
-def test_a_rotation_of_16_bits_neither_overflows_nor_rounds_more(dtype: mx.Dtype) -> None:
+def test_16_bit_rotation_neither_overflows_nor_adds_rounding_steps(dtype: mx.Dtype) -> None:
     side = Quantization(8, 64, rotated=True)
     large = pk.prepared(mx.full((1, 128), 1000.0, dtype), side)
     assert mx.allclose(large[0, 0].astype(mx.float32), mx.array(1000 * 128**0.5), rtol=0.01)

@@ -1,4 +1,4 @@
-"""Chunks of several prompts in one call give the same as each chunk alone."""
+"""Chunks of several prompts in one call give the same results as each chunk alone."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def chunk(seed: int, n_tokens: int) -> tuple[mx.array, mx.array, mx.array]:
 
 
 def attended(
-    cache: Any, parts: tuple[mx.array, mx.array, mx.array], window: int | None
+    cache: Any, arrays: tuple[mx.array, mx.array, mx.array], window: int | None
 ) -> mx.array:
-    queries, keys, values = parts
+    queries, keys, values = arrays
     mask = cache.make_mask(queries.shape[2], window_size=window)
     fetched = cache.update_and_fetch(keys, values)
     out: mx.array = scaled_dot_product_attention(
@@ -68,7 +68,7 @@ def attended(
 
 
 def padded(arrays: list[mx.array], width: int) -> mx.array:
-    """Return rows padded on the right with numbers that would be noticed."""
+    """Return rows padded on the right with large numbers, which would change the results."""
     sizes = [[(0, 0), (0, 0), (0, width - x.shape[2]), (0, 0)] for x in arrays]
     pairs = zip(arrays, sizes, strict=True)
     return mx.concatenate([mx.pad(x, size, constant_values=99.0) for x, size in pairs])
@@ -77,7 +77,9 @@ def padded(arrays: list[mx.array], width: int) -> mx.array:
 @every_pair(
     window=[None, 24], kind=["full precision", "dequantize", "packed", "tiled"], seed=range(3)
 )
-def test_rows_are_as_alone(kind: str, window: int | None, seed: int) -> None:
+def test_full_attention_rows_match_separate_chunks(
+    kind: str, window: int | None, seed: int
+) -> None:
     rng = random.Random(seed)
     n_rows = rng.randint(2, 5)
     together, alone = ([empty_row(kind) for _ in range(n_rows)] for _ in range(2))
@@ -87,24 +89,24 @@ def test_rows_are_as_alone(kind: str, window: int | None, seed: int) -> None:
                 attended(cache, chunk(100 + row, n_old), window)
     for step in range(3):
         n_tokens = [rng.choice([1, 2, GRID - 1, GRID, 40]) for _ in range(n_rows)]
-        parts = [chunk(1000 * step + row, n) for row, n in enumerate(n_tokens)]
+        chunks = [chunk(1000 * step + row, n) for row, n in enumerate(n_tokens)]
         rows: Any = rows_of(together, n_tokens)
         assert rows.offset.tolist() == [cache.size() for cache in alone]
-        inputs = [padded(list(column), max(n_tokens)) for column in zip(*parts, strict=True)]
-        found = attended(rows, (inputs[0], inputs[1], inputs[2]), window)
-        assert found.shape[0] == n_rows and found.shape[2] == max(n_tokens)
+        inputs = [padded(list(column), max(n_tokens)) for column in zip(*chunks, strict=True)]
+        actual = attended(rows, (inputs[0], inputs[1], inputs[2]), window)
+        assert actual.shape[0] == n_rows and actual.shape[2] == max(n_tokens)
         for row, n in enumerate(n_tokens):
-            expected = attended(alone[row], parts[row], window)
-            assert float(mx.abs(found[row : row + 1, :, :n] - expected).max()) < TOLERANCE
-    for row, (one, other) in enumerate(zip(together, alone, strict=True)):
-        assert one.lengths == other.lengths
-        found, expected = (attended(cache, chunk(row, 1), window) for cache in (one, other))
-        assert mx.allclose(found, expected, atol=TOLERANCE)
+            expected = attended(alone[row], chunks[row], window)
+            assert float(mx.abs(actual[row : row + 1, :, :n] - expected).max()) < TOLERANCE
+    for row, caches in enumerate(zip(together, alone, strict=True)):
+        assert caches[0].lengths == caches[1].lengths
+        actual, expected = (attended(cache, chunk(row, 1), window) for cache in caches)
+        assert mx.allclose(actual, expected, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_windows_are_as_alone(seed: int) -> None:
-    """Also a row that continues by one token, and one whose ring has turned."""
+def test_window_rows_match_separate_chunks(seed: int) -> None:
+    """Some rows continue by one token, and some rings have wrapped."""
     rng = random.Random(seed)
     size, n_rows = 24, rng.randint(2, 5)
     together, alone = (
@@ -116,31 +118,34 @@ def test_windows_are_as_alone(seed: int) -> None:
                 attended(cache, chunk(100 + row, n_old), None)
     for step in range(3):
         n_tokens = [rng.choice([1, 2, 23, 24, 40]) for _ in range(n_rows)]
-        parts = [chunk(1000 * step + row, n) for row, n in enumerate(n_tokens)]
+        chunks = [chunk(1000 * step + row, n) for row, n in enumerate(n_tokens)]
         rows: Any = rows_of(together, n_tokens)
         assert rows.offset.tolist() == [int(cache.offset[0]) for cache in alone]
-        inputs = [padded(list(column), max(n_tokens)) for column in zip(*parts, strict=True)]
-        found = attended(rows, (inputs[0], inputs[1], inputs[2]), None)
+        inputs = [padded(list(column), max(n_tokens)) for column in zip(*chunks, strict=True)]
+        actual = attended(rows, (inputs[0], inputs[1], inputs[2]), None)
         for row, n in enumerate(n_tokens):
-            expected = attended(alone[row], parts[row], None)
-            assert float(mx.abs(found[row : row + 1, :, :n] - expected).max()) < TOLERANCE
-    for one, other in zip(together, alone, strict=True):
-        found, expected = one.extract(0), other.extract(0)
-        n_kept = min(found.size(), expected.size(), size)
-        for x, y in zip(found.state[:2], expected.state[:2], strict=True):
+            expected = attended(alone[row], chunks[row], None)
+            assert float(mx.abs(actual[row : row + 1, :, :n] - expected).max()) < TOLERANCE
+    for caches in zip(together, alone, strict=True):
+        actual, expected = (cache.extract(0) for cache in caches)
+        n_kept = min(actual.size(), expected.size(), size)
+        for x, y in zip(actual.state[:2], expected.state[:2], strict=True):
             assert mx.array_equal(x[:, :, -n_kept:], y[:, :, -n_kept:])
-        assert found.offset == expected.offset
+        assert actual.offset == expected.offset
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "qwen3_next", "lfm2", "mamba2"])
-def test_a_model_with_windows_or_states_computes_rows_as_alone(name: str) -> None:
+def test_models_with_windows_or_states_match_separate_chunks(name: str) -> None:
     if not known()[versions.installed("mlx-lm")][name].joins:
         pytest.skip("wrong in this mlx-lm, so its prompts are computed alone")
     model, rng = build(name), random.Random(1)
     ids = [[rng.randrange(2, 50) for _ in range(120)] for _ in range(4)]
     at = [0, 3, 60, 33]
     together, alone = (
-        [[batch_of([one]) or one.merge([one]) for one in make_prompt_cache(model)] for _ in ids]
+        [
+            [batch_of([cache]) or cache.merge([cache]) for cache in make_prompt_cache(model)]
+            for _ in ids
+        ]
         for _ in range(2)
     )
     for caches in (together, alone):
@@ -157,18 +162,18 @@ def test_a_model_with_windows_or_states_computes_rows_as_alone(name: str) -> Non
         for row, cache in zip(read, alone, strict=True):
             model(mx.array([row]), cache=cache)
         at = [a + n for a, n in zip(at, n_tokens, strict=True)]
-    for row, a, one, other in zip(ids, at, together, alone, strict=True):
-        found, expected = (model(mx.array([row[a : a + 1]]), cache=x)[0, -1] for x in (one, other))
-        assert mx.allclose(found, expected, atol=1e-4), "or not a number"
+    for row, a, *caches in zip(ids, at, together, alone, strict=True):
+        actual, expected = (model(mx.array([row[a : a + 1]]), cache=x)[0, -1] for x in caches)
+        assert mx.allclose(actual, expected, atol=1e-4), "different, or not a number"
 
 
-def test_caches_whose_fetches_are_arrays_of_the_grid_stay_apart() -> None:
+def test_caches_that_fetch_arrays_are_not_joined_as_rows() -> None:
     caches = [BatchQuantizedKVCache.merge([SequenceQuantizedKVCache(PRECISION)]) for _ in "ab"]
     assert rows_of(caches, [1, 2]) is None
     assert rows_of([caches[0], empty_row("full precision")], [1, 2]) is None
 
 
-def test_short_rows_are_not_padded_to_a_long_one() -> None:
+def test_short_rows_are_not_joined_with_a_much_longer_row() -> None:
     """Eight rows, one of 30,000 tokens, took eight times as long as each alone."""
 
     def row(n_tokens: int) -> Any:

@@ -27,8 +27,8 @@ MODELS: dict[str, Callable[[], Any]] = {**ARCHITECTURES, "gemma3": tiny_gemma3}
 PRECISION = KVPrecision.of(4, 32)
 MAX_TOKENS = 8
 TIE = 2e-3
-"""Log-probabilities this close may swap between batch shapes: float32 sums differ in order, and a
-difference that crosses a rounding step of 4 bits grows."""
+"""Tokens with log-probabilities this close may swap between batch shapes: float32 sums differ in
+order, and a difference that crosses a rounding step of 4 bits grows."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Alone:
     logprobs: list[list[float]]
 
     def agrees_with(self, tokens: Sequence[int]) -> bool:
-        """Whether `tokens` are these, up to the first tie."""
-        for step, (found, expected) in enumerate(zip(tokens, self.tokens, strict=False)):
-            if found != expected:
+        """Return whether `tokens` equal the expected tokens up to the first tie."""
+        for step, (actual, expected) in enumerate(zip(tokens, self.tokens, strict=False)):
+            if actual != expected:
                 logprobs = self.logprobs[step]
-                return logprobs[expected] - logprobs[found] < TIE
+                return logprobs[expected] - logprobs[actual] < TIE
         return True
 
 
@@ -59,9 +59,9 @@ def run_alone(model: Any, prompt: list[int]) -> Alone:
 
 
 class Setup:
-    """A model whose caches are ours, and a pool of prompts with their results alone.
+    """A model with quantized caches, and a pool of prompts with their results alone.
 
-    Alone every layer reads plain keys; in the batch the layers attend by `plan`, if there is one.
+    A prompt alone reads arrays of keys; in the batch, layers attend by `plan` if it is set.
     """
 
     def __init__(self, architecture: str) -> None:
@@ -76,7 +76,7 @@ class Setup:
         self.pool = [run_alone(self.model, prompt) for prompt in prompts]
 
     def make_caches(self) -> list[Any]:
-        """Return the model's own caches, with one of ours for each KVCache."""
+        """Return the model's own caches, with a quantized cache for each KVCache."""
         own = getattr(type(self.model), "make_cache", None)
         caches = own(self.model) if own else [KVCache() for _ in self.model.layers]
         return [
@@ -101,7 +101,7 @@ class Setup:
         arrivals = sorted(rng.randint(0, 6) for _ in range(rng.randint(2, 4)))
         alone: dict[int, Alone] = {}
         limits: dict[int, int] = {}
-        found: dict[int, list[int]] = {}
+        replies: dict[int, list[int]] = {}
         running: set[int] = set()
         n_bad = 0
         for step in range(200):
@@ -109,7 +109,7 @@ class Setup:
                 arrivals.pop(0)
                 expected = rng.choice(self.pool)
                 uid = self.insert(generator, rng, expected, limit := rng.randint(1, MAX_TOKENS))
-                alone[uid], limits[uid], found[uid] = expected, limit, []
+                alone[uid], limits[uid], replies[uid] = expected, limit, []
                 running.add(uid)
             if running and rng.random() < 0.05:
                 uid = rng.choice(sorted(running))
@@ -119,30 +119,30 @@ class Setup:
                 break
             _, responses = generator.next()
             for response in responses:
-                found[response.uid].append(response.token)
+                replies[response.uid].append(response.token)
                 if response.finish_reason is not None:
                     running.remove(response.uid)
-                    n_held = {cache.offset for cache in response.prompt_cache}
-                    n_bad += n_held != {len(response.all_tokens)}
-                    n_bad += len(found[response.uid]) != limits[response.uid]
+                    n_cached = {cache.offset for cache in response.prompt_cache}
+                    n_bad += n_cached != {len(response.all_tokens)}
+                    n_bad += len(replies[response.uid]) != limits[response.uid]
         assert not running
         generator.close()
-        return n_bad + sum(not alone[uid].agrees_with(found[uid]) for uid in found)
+        return n_bad + sum(not alone[uid].agrees_with(replies[uid]) for uid in replies)
 
     def insert(
         self, generator: BatchGenerator, rng: random.Random, expected: Alone, limit: int
     ) -> int:
         prompt = list(expected.prompt)
-        held: list[int] = []
+        cached_ids: list[int] = []
         caches = None
         if len(prompt) > 2 and rng.random() < 0.4:
             cut = rng.randint(1, len(prompt) - 1)
-            held, prompt = prompt[:cut], prompt[cut:]
-            caches = [self.prefix_cache(held)]
+            cached_ids, prompt = prompt[:cut], prompt[cut:]
+            caches = [self.prefix_cache(cached_ids)]
         cut = rng.randint(0, len(prompt) - 1)
         segments = [prompt[:cut], prompt[cut:]] if cut else [prompt]
         (uid,) = generator.insert_segments(
-            [segments], max_tokens=[limit], caches=caches, all_tokens=[held]
+            [segments], max_tokens=[limit], caches=caches, all_tokens=[cached_ids]
         )
         return int(uid)
 
@@ -153,7 +153,7 @@ def setup(request: pytest.FixtureRequest) -> Setup:
 
 
 N_SCHEDULES = {"llama": (12, 200), "qwen3": (6, 50), "deepseek_v2": (6, 50), "gemma3": (6, 50)}
-"""Numbers by default, and among the slow tests."""
+"""Numbers of schedules by default, and in the slow tests."""
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ N_SCHEDULES = {"llama": (12, 200), "qwen3": (6, 50), "deepseek_v2": (6, 50), "ge
     ],
     indirect=["setup"],
 )
-def test_sequences_in_a_batch_give_what_they_give_alone(setup: Setup, n_schedules: int) -> None:
+def test_batched_sequences_give_the_same_tokens_as_alone(setup: Setup, n_schedules: int) -> None:
     bad = {seed: n for seed in range(n_schedules) if (n := setup.run(seed))}
     assert not bad
 
@@ -190,7 +190,7 @@ PLANS = {
 
 @pytest.mark.parametrize("plan", list(PLANS))
 @pytest.mark.parametrize("setup", list(MODELS), indirect=True)
-def test_plans_change_no_token(
+def test_attention_plans_change_no_token(
     setup: Setup, plan: str, patched: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(setup, "plan", PLANS[plan])
@@ -199,7 +199,7 @@ def test_plans_change_no_token(
     assert len(calls) > 20 and not bad
 
 
-# --- the same schedules over caches with a fault: the test above can fail
+# --- the same schedules with faulty caches, to show that the tests above can fail
 
 
 class NoMask(BatchQuantizedKVCache):
@@ -210,7 +210,7 @@ class NoMask(BatchQuantizedKVCache):
 
 
 class OneTooLong(SequenceQuantizedKVCache):
-    """Merges as if it had one token more."""
+    """A cache that merges as if it had one more token."""
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> BatchQuantizedKVCache:
@@ -234,7 +234,7 @@ def merging_into(batch_class: type[BatchQuantizedKVCache]) -> type[SequenceQuant
     [merging_into(NoMask), OneTooLong],
     ids=["mask", "length"],
 )
-def test_a_fault_shows(
+def test_schedules_detect_faulty_batch_caches(
     setup: Setup, faulty: type[SequenceQuantizedKVCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def make_cache() -> list[SequenceQuantizedKVCache]:
