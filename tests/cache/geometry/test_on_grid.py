@@ -47,8 +47,8 @@ def test_chunk_size_does_not_change_logprobs(model: Any) -> None:
     spec = probe_model(model)
     expected = logprobs(model, IDS, spec.make_cache(), 256)
     for step in (2048, 300, 100):
-        found = logprobs(model, IDS, spec.make_cache(), step)
-        np.testing.assert_allclose(found, expected, atol=1e-3)
+        actual = logprobs(model, IDS, spec.make_cache(), step)
+        np.testing.assert_allclose(actual, expected, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def test_restored_caches_continue_like_computed_caches(model: Any, n_restored: i
     blocks = [Piece(x, 0, stop - start) for x, (start, stop) in zip(arrays, ranges, strict=True)]
     newest = copy_newest(spec.quantized, filled, n_restored)
     caches = join(spec, Pieces(n_restored, blocks, newest=newest), 0)
-    found = logprobs(model, IDS[n_restored:], caches, 2048)
-    np.testing.assert_allclose(found, expected, atol=1e-3)
+    actual = logprobs(model, IDS[n_restored:], caches, 2048)
+    np.testing.assert_allclose(actual, expected, atol=1e-3)
 
 
 def test_batches_stay_whole_and_embeddings_are_cut_with_their_tokens() -> None:

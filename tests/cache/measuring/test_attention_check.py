@@ -76,7 +76,7 @@ DEQUANTIZES = AttentionPlan(can_take_packed=True)
 
 @pytest.fixture(params=["cpu", "metal"])
 def checked_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
-    """A backend, whose attention is checked without the largest cases."""
+    """The backend to check, without its largest cases."""
     backend: Backend = request.param
     use_small_cases_of(backend, monkeypatch)
     return backend
@@ -284,8 +284,8 @@ def test_groups_with_equal_shapes_are_checked_once(monkeypatch: pytest.MonkeyPat
         return layer(shape, *given)
 
     monkeypatch.setattr(attention_check, "_Layer", recorded_layer)
-    found = plan_attention(model, replace(spec, groups=tuple(groups)))
-    assert list(found.plans) == ["0", "1", "2"] and len(set(found.plans.values())) == 1
+    planned = plan_attention(model, replace(spec, groups=tuple(groups)))
+    assert list(planned.plans) == ["0", "1", "2"] and len(set(planned.plans.values())) == 1
     assert checked_shapes == [SHAPE, AttentionShape(2, 1, 64, 64)]
 
 
@@ -308,11 +308,11 @@ def test_ranks_exchange_results_once_and_get_equal_plans() -> None:
 def test_every_quantized_group_has_the_plan_of_its_shape() -> None:
     model = tiny_gemma3()
     spec = probe_model(model, PrecisionChoice(8, 4))
-    found = plan_attention(model, spec)
+    planned = plan_attention(model, spec)
     expected = plan_by_policy(AttentionShape(2, 1, 64, 64), KVPrecision.of(8, 64, 4).keys, "cpu")
-    assert found == spec and found.plans == {"1": expected}
-    window, full = found.make_cache()
-    assert full.plan is found.plans["1"] and not hasattr(window, "plan")
+    assert planned == spec and planned.plans == {"1": expected}
+    window, full = planned.make_cache()
+    assert full.plan is planned.plans["1"] and not hasattr(window, "plan")
 
 
 @pytest.mark.parametrize("choice", ["auto", "packed"])
@@ -325,7 +325,7 @@ def test_every_quantized_group_has_the_plan_of_its_shape() -> None:
     ],
     ids=["no-packed-keys", "unequal-layers", "excluded-architecture"],
 )
-def test_models_that_need_plain_keys_dequantize(
+def test_models_that_cannot_take_packed_keys_dequantize(
     model: Layers, packed: bool, choice: Literal["auto", "packed"]
 ) -> None:
     """Layers of one group with different attention also dequantize."""
@@ -339,6 +339,6 @@ def test_requested_strategy_overrides_the_policy(choice: Strategy) -> None:
 
 def test_layers_in_full_precision_have_no_plan() -> None:
     model = Layers(4, 4)
-    found = plan_attention(model, probe_model(model, PrecisionChoice(16, 16)))
-    assert found.plans == {}
-    assert [type(slot) for slot in found.make_cache()] == [KVCache, KVCache]
+    planned = plan_attention(model, probe_model(model, PrecisionChoice(16, 16)))
+    assert planned.plans == {}
+    assert [type(slot) for slot in planned.make_cache()] == [KVCache, KVCache]

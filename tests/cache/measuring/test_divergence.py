@@ -51,7 +51,7 @@ def predictions_of(
 
 
 def on_grid(model: Any, caches: list[Any]) -> mx.array:
-    """Return the logits of the text, computed block after block."""
+    """Return the logits of the text, computed block by block."""
     chunks = (IDS[start : start + 256] for start in range(0, len(IDS), 256))
     logits = mx.concatenate([model(mx.array([c]), cache=caches)[0] for c in chunks], axis=0)
     mx.eval(logits)
@@ -59,26 +59,32 @@ def on_grid(model: Any, caches: list[Any]) -> mx.array:
 
 
 def test_full_precision_does_not_diverge_from_itself(model: Any, own_spec: ModelCacheSpec) -> None:
-    found = predictions_of(model, own_spec.make_cache(), own_spec.make_cache())
-    assert max(map(abs, [*found.divergence, *found.above])) < 1e-6 and all(found.same)
-    assert vars(found.own) == {**vars(found), "divergence": [0.0] * 302, "above": [0.0] * 302}
+    predictions = predictions_of(model, own_spec.make_cache(), own_spec.make_cache())
+    assert max(map(abs, [*predictions.divergence, *predictions.above])) < 1e-6 and all(
+        predictions.same
+    )
+    assert vars(predictions.own) == {
+        **vars(predictions),
+        "divergence": [0.0] * 302,
+        "above": [0.0] * 302,
+    }
 
 
 def test_divergence_and_loss_match_their_definitions(
     model: Any, spec: ModelCacheSpec, own_spec: ModelCacheSpec
 ) -> None:
-    found = predictions_of(model, own_spec.make_cache(), spec.make_cache())
+    predictions = predictions_of(model, own_spec.make_cache(), spec.make_cache())
     p, q = (mx.softmax(on_grid(model, s.make_cache())[:-1], axis=-1) for s in (own_spec, spec))
     expected = (p * mx.log(p / q)).sum(axis=-1)
-    assert mx.allclose(mx.array(found.divergence), expected, rtol=0.05, atol=1e-5)
+    assert mx.allclose(mx.array(predictions.divergence), expected, rtol=0.05, atol=1e-5)
     targets = mx.array(IDS[1:])[:, None]
     nll, own_nll = (-mx.log(mx.take_along_axis(x, targets, axis=-1)[:, 0]) for x in (q, p))
-    assert mx.allclose(mx.array(found.nll), nll, atol=1e-3)
-    assert mx.allclose(mx.array(found.above), nll - own_nll, atol=1e-3)
-    assert mx.allclose(mx.array(found.own.nll), own_nll, atol=1e-3)
-    assert found.same == (p.argmax(axis=-1) == q.argmax(axis=-1)).tolist()
+    assert mx.allclose(mx.array(predictions.nll), nll, atol=1e-3)
+    assert mx.allclose(mx.array(predictions.above), nll - own_nll, atol=1e-3)
+    assert mx.allclose(mx.array(predictions.own.nll), own_nll, atol=1e-3)
+    assert predictions.same == (p.argmax(axis=-1) == q.argmax(axis=-1)).tolist()
     # Only the second block sees quantized tokens.
-    assert max(found.divergence[:256]) < 1e-5 < 1e-4 < min(found.divergence[256:])
+    assert max(predictions.divergence[:256]) < 1e-5 < 1e-4 < min(predictions.divergence[256:])
 
 
 def test_divergence_is_finite_with_masked_logits(
@@ -90,8 +96,10 @@ def test_divergence_is_finite_with_masked_logits(
         logits = model(ids, cache=cache)
         return mx.where(mx.arange(logits.shape[-1]) < 5, -math.inf, logits)
 
-    found = predictions_of(masked, own_spec.make_cache(), spec.make_cache())
-    assert math.isfinite(found.divergence_nats.value) and 0 < found.divergence_nats.value
+    predictions = predictions_of(masked, own_spec.make_cache(), spec.make_cache())
+    assert (
+        math.isfinite(predictions.divergence_nats.value) and 0 < predictions.divergence_nats.value
+    )
 
 
 def random_logits(ids: mx.array, cache: Any) -> mx.array:

@@ -121,9 +121,9 @@ def test_only_calls_with_packed_keys_are_observed() -> None:
         base.scaled_dot_product_attention(queries, keys, values, cache, 0.1, None)
         stock_quantized = pk.quantize(mx.ones((1, 2, 4, 64)), Quantization(8, 32))
         cache.precision = KVPrecision.of(8, 32)
-        found = base.scaled_dot_product_attention(
+        actual = base.scaled_dot_product_attention(
             queries, stock_quantized, stock_quantized, cache, 0.1, None
         )
     assert [shape for shape, _ in seen] == [AttentionShape(4, 2, 64, 32)]
-    assert mx.allclose(found, mx.ones((1, 4, 1, 64)))
+    assert mx.allclose(actual, mx.ones((1, 4, 1, 64)))
     assert base.quantized_scaled_dot_product_attention is stock

@@ -75,7 +75,7 @@ def test_formula_predicts_the_memory_of_a_chunk(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", available())
 def test_the_formula_is_plausible_for_every_architecture(name: str) -> None:
-    # The second hunyuan layer reuses the first one's keys: two layers would compute only keys.
+    # Hunyuan's second layer reuses the keys of the first: two layers would compute only keys.
     model = build(name, config={"num_hidden_layers": 4} if name == "hunyuan" else {})
     try:
         memory, spec = memory_and_spec(model)
