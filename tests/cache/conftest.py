@@ -136,7 +136,7 @@ def random_kv(
     dtype: mx.Dtype = mx.float32,
     dims: tuple[int, int] = (K_DIM, V_DIM),
 ) -> tuple[mx.array, mx.array]:
-    """Return keys [n_rows, 2, n_tokens, 64] and values [n_rows, 2, n_tokens, 32], or other `dims`."""
+    """Return random keys and values [n_rows, 2, n_tokens, dim] with head sizes `dims`."""
     keys, values = (
         mx.random.normal((n_rows, N_HEADS, n_tokens, dim), key=key).astype(dtype)
         for dim, key in zip(dims, mx.random.split(mx.random.key(seed)), strict=True)
