@@ -183,9 +183,9 @@ def _tiled(
         heads_out: list[mx.array] = []
         for heads in _slices(0, n_kv_heads, max(1, n_at_once)):
             query_heads = slice(heads.start * n_repeats, heads.stop * n_repeats)
-            tiles = (x.tile(rows, heads, last) for x in (keys, values))
+            tile_keys, tile_values = (x.tile(rows, heads, last) for x in (keys, values))
             tile_mask = _part(mask, rows, query_heads)
-            last = _fused(queries[rows, query_heads], *tiles, scale, tile_mask)
+            last = _fused(queries[rows, query_heads], tile_keys, tile_values, scale, tile_mask)
             heads_out.append(last)
         rows_out.append(mx.concatenate(heads_out, axis=1))
     return mx.concatenate(rows_out, axis=0)
