@@ -1,4 +1,4 @@
-"""Small stores, and the command line in this process."""
+"""Small stores, and the command line run in this process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMITS = StoreLimits(max_ram_bytes=1 << 20, max_disk_bytes=64 << 20)
 WEIRD_NAME = "../../etc/passwd\x00\n[red]\u202e🦜" + "x" * 10_000
 
 HEAD = [1, 2, 3]
-"""The ids that all three conversations of `folder` begin with."""
+"""The first token ids of all three conversations in `folder`."""
 
 
 def fill(folder: Path, turns: dict[str | None, list[Block]]) -> None:
@@ -61,7 +61,7 @@ def with_checkpoints(folder: Path) -> Path:
 
 
 class CommandLine:
-    """Runs commands against one store: ("sessions", "list") → status; then .out and .err."""
+    """Runs commands on one store: a call returns the exit status; .out and .err have the output."""
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder = folder

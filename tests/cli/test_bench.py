@@ -53,17 +53,17 @@ def test_prompts_fit_into_the_models_context(tmp_path: Path) -> None:
     assert plan(str(tmp_path), StockSpeed(1.0, 1e6, 30.0, 3.0), 300.0, 0.0) == (1024, 3)
 
 
-def test_a_machine_that_is_too_slow_is_told_how_long_it_would_take(tmp_path: Path) -> None:
+def test_refusal_on_a_slow_machine_states_the_minutes_needed(tmp_path: Path) -> None:
     with pytest.raises(KVPersistError, match=r"computes 1 tokens .* give --minutes (\d+)") as error:
         planned(tmp_path, 1.0)
     needed = int(str(error.value).partition("--minutes ")[2].partition(",")[0])
     assert planned(tmp_path, 1.0, minutes=needed) == (256, 1)
 
 
-def test_a_conversation_takes_turns() -> None:
+def test_conversation_alternates_user_and_assistant_messages() -> None:
     """Templates of many models refuse two questions in a row."""
     reply = Reply("It is old.", 0.1, 10, 0, "", 3, 0.1)
-    server: Any = SimpleNamespace(chat=lambda *asked: reply)
+    server: Any = SimpleNamespace(chat=lambda *args: reply)
     side = Side("stock", server)
     side.converse(["A story."])
     (messages,) = side.messages
@@ -71,7 +71,7 @@ def test_a_conversation_takes_turns() -> None:
     assert messages[0]["content"].startswith("A story.\n\nWho was")
 
 
-def test_what_cannot_be_measured_is_refused_before_anything_starts(
+def test_wrong_options_are_refused_before_measuring_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, "measured", lambda *_: pytest.fail("something is started"))
@@ -86,11 +86,15 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(
         assert expected in capsys.readouterr().err
 
 
-def test_times_as_fast_is_in_our_favour_above_one() -> None:
-    made = row("first token", "s", [2.0, 8.0, 4.0], [1.0, 2.0, 4.0])
-    assert (made["stock"], made["kvpersist"], made["times_as_fast"]) == (4.0, 2.0, 2.0)
-    made = row("reply", "tokens/s", [50.0], [40.0], more_is_better=True)
-    assert made["times_as_fast"] == 0.8
+def test_times_as_fast_is_above_one_if_kvpersist_is_faster() -> None:
+    comparison = row("first token", "s", [2.0, 8.0, 4.0], [1.0, 2.0, 4.0])
+    assert (comparison["stock"], comparison["kvpersist"], comparison["times_as_fast"]) == (
+        4.0,
+        2.0,
+        2.0,
+    )
+    comparison = row("reply", "tokens/s", [50.0], [40.0], more_is_better=True)
+    assert comparison["times_as_fast"] == 0.8
 
 
 CONTENT: dict[str, Any] = {
@@ -116,9 +120,9 @@ CONTENT: dict[str, Any] = {
 }
 
 
-def test_the_table_names_its_conditions() -> None:
+def test_table_has_versions_device_model_and_settings() -> None:
     text = as_markdown(CONTENT)
-    for said in (
+    for expected in (
         *("mlx-lm-kvpersist 9.3, mlx-lm 9.2, mlx 9.1, Python 3.12.1", "Some chip, gpu, 64.0 GiB"),
         *(
             "some/model (llama, 4-bit, 4.2 GiB)",
@@ -128,20 +132,22 @@ def test_the_table_names_its_conditions() -> None:
         *("| first token | 2 s | 0.5 s | 4 | 8,100 tokens |", "took 250 s"),
         "| reply | 40 tokens/s | 50 tokens/s | 1.25 |  |",
     ):
-        assert said in text
+        assert expected in text
     assert ", gpu, 64.0 GiB, 74 GFLOP/s, macOS" in as_markdown({**CONTENT, "cpu_gflops": 74.04})
     assert "nothing is kept (no)" in as_markdown({**CONTENT, "kv": {"why_not": "no"}})
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_bench_measures_what_it_claims(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_reports_reuse_of_cold_hot_and_restarted_prompts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The real command: four starts, two of them after SIGKILL."""
     model, file = make_model(tmp_path / "model"), tmp_path / "bench.json"
     assert main(["bench", "--model", str(model), "--minutes", "2", "--json", str(file)]) == 0
-    said = capsys.readouterr()
+    captured = capsys.readouterr()
     content = json.loads(file.read_text())
-    assert said.out.strip() == as_markdown(content)
+    assert captured.out.strip() == as_markdown(content)
     cold, hot, restarted, reply, start = content["rows"]
     n_tokens = content["setting"]["prompt_tokens"]
     assert n_tokens >= 200 and max(cold["reused"].values()) < 40, "the template's beginning"
@@ -149,21 +155,23 @@ def test_bench_measures_what_it_claims(tmp_path: Path, capsys: pytest.CaptureFix
     assert restarted["reused"]["kvpersist"] > n_tokens and restarted["reused"]["stock"] < 40
     assert restarted["times_as_fast"] > 2
     assert reply["kvpersist"] > 0 and start["kvpersist"] > 0
-    assert "stock: start …" in said.err and bench.RESTARTED in said.err
+    assert "stock: start …" in captured.err and bench.RESTARTED in captured.err
 
 
-def test_a_model_is_downloaded_as_the_server_would_do(
+def test_bench_downloads_the_same_files_as_mlx_lm(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    asked: list[tuple[str, list[str]]] = []
+    downloads: list[tuple[str, list[str]]] = []
 
     def download(name: str, allow_patterns: list[str]) -> str:
-        asked.append((name, allow_patterns))
+        downloads.append((name, allow_patterns))
         return str(tmp_path)
 
     monkeypatch.setattr(bench, "find_on_hub", lambda name: None)
     monkeypatch.setattr(bench, "snapshot_download", download)
     assert bench.fetched("some/model") == tmp_path
-    ((name, patterns),) = asked
-    theirs = getattr(utils, "DEFAULT_ALLOW_PATTERNS", patterns)  # 0.31.3 does not name them
-    assert name == "some/model" and set(patterns) == set(theirs)
+    ((name, patterns),) = downloads
+    stock_patterns = getattr(
+        utils, "DEFAULT_ALLOW_PATTERNS", patterns
+    )  # mlx-lm 0.31.3 has no such constant
+    assert name == "some/model" and set(patterns) == set(stock_patterns)

@@ -48,7 +48,7 @@ def connect(client: str, *options: str) -> int:
     return main(["connect", client, "--port", "8123", *options])
 
 
-def everywhere(*options: str) -> int:
+def connect_claude_globally(*options: str) -> int:
     return connect("claude", "--global", "--write", *options)
 
 
@@ -58,7 +58,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-def state(folder: Path) -> dict[str, tuple[int, bytes | None]]:
+def modes_and_bytes(folder: Path) -> dict[str, tuple[int, bytes | None]]:
     """Return the mode of each file and folder in a folder, and the bytes of each file."""
     return {
         str(path.relative_to(folder)): (
@@ -78,7 +78,7 @@ def read(file: Path) -> Any:
     return json.loads(text)
 
 
-def test_the_page_and_the_parser_know_every_client(home: Path) -> None:
+def test_clients_page_and_parser_list_every_client(home: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "clients.md").read_text(encoding="utf-8")
     for name, file in FILES.items():
         client = CLIENTS[name](URL, None)
@@ -92,7 +92,7 @@ def test_the_page_and_the_parser_know_every_client(home: Path) -> None:
 
 
 @pytest.mark.parametrize("client", [*FILES, "openwebui"])
-def test_printing_touches_nothing(
+def test_without_write_the_settings_are_only_printed(
     client: str, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert connect(client) == 0
@@ -103,7 +103,7 @@ def test_printing_touches_nothing(
         assert any(URL in word for word in words)
 
 
-def test_what_each_client_reads(home: Path) -> None:
+def test_written_settings_have_the_servers_address_and_model(home: Path) -> None:
     for client, file in FILES.items():
         assert connect(client, "--write") == 0
         path = home / file
@@ -120,7 +120,7 @@ def test_what_each_client_reads(home: Path) -> None:
         assert (provider["base_url"], provider["wire_api"]) == (f"{URL}/v1", "responses")
 
 
-def test_a_router_needs_one_name_of_the_model(
+def test_router_requires_the_same_model_name_on_all_servers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = {"http://mac-1:8080": "team", "http://mac-2:8080": "team", "http://mac-3:8080": "/m"}
@@ -134,22 +134,24 @@ def test_a_router_needs_one_name_of_the_model(
     assert words.count("--model-alias") == 2 and "default_model=team" in words
     assert connect("router", *servers, "--server", "mac-3:8080") == 1
     assert "http://mac-3:8080 has /m" in capsys.readouterr().err
-    assert connect("router") == 1  # the port's default
+    assert connect("router") == 1  # the only server is at --port
     assert f"{URL} lists no model" in capsys.readouterr().err
     assert connect("claude", *servers) == 1
     assert "--port" in capsys.readouterr().err
 
 
-def test_json_is_merged(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_are_merged_into_a_json_file(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     real, file = home / "dotfiles.json", home / GLOBAL
     file.parent.mkdir()
     file.symlink_to(real)
     real.write_text(SETTINGS)
     real.chmod(0o640)
-    assert everywhere() == 0
-    said = capsys.readouterr().out
-    assert f'+        "ANTHROPIC_BASE_URL": "{URL}",' in said and "gateway.example" in said
-    assert "every project of claude uses this server" in said
+    assert connect_claude_globally() == 0
+    output = capsys.readouterr().out
+    assert f'+        "ANTHROPIC_BASE_URL": "{URL}",' in output and "gateway.example" in output
+    assert "every project of claude uses this server" in output
     before, after = json.loads(SETTINGS), json.loads(real.read_text())
     assert list(after) == list(before) and list(after["env"])[:2] == ["ANTHROPIC_BASE_URL", "OTHER"]
     assert after["env"].pop("ANTHROPIC_BASE_URL") == URL
@@ -158,14 +160,14 @@ def test_json_is_merged(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert after == {**before, "env": {"OTHER": "ü"}}
     assert file.is_symlink() and real.stat().st_mode & 0o777 == 0o640
     written = real.read_bytes()
-    assert everywhere() == 0
+    assert connect_claude_globally() == 0
     assert "already has all settings" in capsys.readouterr().out
     assert real.read_bytes() == written
-    assert everywhere("--port", "8080") == 0
+    assert connect_claude_globally("--port", "8080") == 0
     assert json.loads(real.read_text())["env"]["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:8080"
 
 
-def test_parts_on_one_line_stay_on_one_line(home: Path) -> None:
+def test_json_lists_on_one_line_stay_on_one_line(home: Path) -> None:
     file = home / FILES["opencode"]
     file.parent.mkdir(parents=True)
     lines = ['    "list": ["a", "b", {"c": 1}],', '    "short":[1,2],', '    "none": [],']
@@ -180,7 +182,7 @@ def test_parts_on_one_line_stay_on_one_line(home: Path) -> None:
     assert file.read_text().startswith('{\n  "plugin": ["a", "b"],\n  "$schema"')
 
 
-def test_claudes_own_settings_are_touched_only_with_global(home: Path) -> None:
+def test_without_global_claudes_own_settings_stay_unchanged(home: Path) -> None:
     (home / ".claude").mkdir()
     (home / GLOBAL).write_text(SETTINGS)
     assert connect("claude", "--write") == 0
@@ -195,36 +197,36 @@ def test_global_is_refused_for_other_clients(
 
 
 @pytest.mark.parametrize("client", [*FILES, "claude --global"])
-@pytest.mark.parametrize("there", [None, b"", b'{\r\n\t"mine": {"deep": [1, 2.50]}\r\n}'])
+@pytest.mark.parametrize("original", [None, b"", b'{\r\n\t"mine": {"deep": [1, 2.50]}\r\n}'])
 @pytest.mark.usefixtures("serving")
-def test_undo_restores_the_files(client: str, there: bytes | None, home: Path) -> None:
-    """Also after several calls, and byte for byte."""
+def test_undo_restores_files_and_folders(client: str, original: bytes | None, home: Path) -> None:
+    """Byte for byte, also after several calls of --write."""
     name, *flags = client.split()
     file = home / (GLOBAL if flags else FILES[name])
-    if there and file.suffix == ".toml":
-        there = b"[mine]\r\ndeep = [1, 2.50]"
-    if there is not None:
+    if original and file.suffix == ".toml":
+        original = b"[mine]\r\ndeep = [1, 2.50]"
+    if original is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(there)
+        file.write_bytes(original)
         file.chmod(0o640)
-    before = state(home)
+    before = modes_and_bytes(home)
     assert connect(name, "--write", *flags) == 0
     assert connect(name, "--write", *flags, "--port", "8124") == 0
-    assert state(home).keys() > before.keys() and file.read_bytes() != there
+    assert modes_and_bytes(home).keys() > before.keys() and file.read_bytes() != original
     assert connect(name, "--undo") == 0
-    assert state(home) == before
+    assert modes_and_bytes(home) == before
     assert connect(name, "--undo") == 0
 
 
-def test_undo_leaves_the_folders_that_hold_other_files(home: Path) -> None:
-    """And folders that existed before, even if they are empty."""
+def test_undo_keeps_folders_with_other_files(home: Path) -> None:
+    """Empty folders that existed before are kept, too."""
     (home / ".config").mkdir()
     for client in ("codex", "opencode"):
         assert connect(client, "--write") == 0
     (home / ".codex" / "auth.json").write_text("{}")
     for client in ("codex", "opencode"):
         assert connect(client, "--undo") == 0
-    assert set(state(home)) == {".config", ".codex", ".codex/auth.json"}
+    assert set(modes_and_bytes(home)) == {".config", ".codex", ".codex/auth.json"}
 
 
 def test_write_and_undo_exclude_each_other(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,53 +236,53 @@ def test_write_and_undo_exclude_each_other(home: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("is_written_again", [False, True])
-def test_undo_keeps_what_was_changed_since(is_written_again: bool, home: Path) -> None:
+def test_undo_keeps_later_changes_of_the_user(is_written_again: bool, home: Path) -> None:
     file = home / GLOBAL
     file.parent.mkdir()
     file.write_text(SETTINGS)
-    assert everywhere() == 0
+    assert connect_claude_globally() == 0
     settings = read(file)
     settings["env"]["ANTHROPIC_MODEL"] = "opus"
-    if not is_written_again:  # otherwise connect replaces it again
+    if not is_written_again:  # a second --write would replace this value
         settings["env"]["ANTHROPIC_BASE_URL"] = "https://mine.example"
     file.write_text(json.dumps({**settings, "theme": "dark"}))
     if is_written_again:
-        assert everywhere("--port", "8124") == 0
+        assert connect_claude_globally("--port", "8124") == 0
     assert connect("claude", "--undo") == 0
-    wanted = json.loads(SETTINGS)
-    wanted["env"]["ANTHROPIC_MODEL"] = "opus"
+    expected = json.loads(SETTINGS)
+    expected["env"]["ANTHROPIC_MODEL"] = "opus"
     if not is_written_again:
-        wanted["env"]["ANTHROPIC_BASE_URL"] = "https://mine.example"
-    assert read(file) == {**wanted, "theme": "dark"}
+        expected["env"]["ANTHROPIC_BASE_URL"] = "https://mine.example"
+    assert read(file) == {**expected, "theme": "dark"}
     assert contents(home).keys() == {GLOBAL}
 
 
-def test_undo_of_a_file_that_held_white_space_keeps_what_was_changed_since(home: Path) -> None:
+def test_undo_keeps_later_changes_in_a_file_that_was_blank(home: Path) -> None:
     file = home / GLOBAL
     file.parent.mkdir()
     file.write_text("\n")
-    assert everywhere() == 0
+    assert connect_claude_globally() == 0
     file.write_text(json.dumps({**read(file), "theme": "dark"}))
     assert connect("claude", "--undo") == 0
     assert read(file) == {"theme": "dark"}
 
 
-def test_a_program_that_formats_the_settings_changes_nothing(home: Path) -> None:
+def test_undo_restores_settings_that_a_program_reformatted(home: Path) -> None:
     file = home / GLOBAL
     file.parent.mkdir()
     file.write_text(SETTINGS)
-    before = state(home)
-    assert everywhere() == 0
+    before = modes_and_bytes(home)
+    assert connect_claude_globally() == 0
     file.write_text(json.dumps(read(file), separators=(",", ":")))
     assert connect("claude", "--undo") == 0
-    assert state(home) == before
+    assert modes_and_bytes(home) == before
 
 
-def test_changed_settings_keep_their_line_ends(home: Path) -> None:
+def test_write_and_undo_keep_crlf_line_ends(home: Path) -> None:
     file = home / GLOBAL
     file.parent.mkdir()
     file.write_bytes(b'{\r\n\t"theme": "dark"\r\n}')
-    assert everywhere() == 0
+    assert connect_claude_globally() == 0
     written = file.read_bytes()
     assert written.count(b"\n") == written.count(b"\r\n") > 2 and written.endswith(b"}")
     file.write_bytes(written.replace(b'"dark"', b'"light"'))
@@ -301,23 +303,23 @@ name = "mine"
 
 
 @pytest.mark.parametrize("line_end", ["\n", "\r\n"])
-@pytest.mark.parametrize("there", [None, "", PROFILE, PROFILE.removesuffix("\n")])
+@pytest.mark.parametrize("original", [None, "", PROFILE, PROFILE.removesuffix("\n")])
 @pytest.mark.parametrize("is_written_again", [False, True])
-def test_what_codex_writes_into_its_profile_stays(
-    is_written_again: bool, there: str | None, line_end: str, home: Path
+def test_undo_keeps_entries_that_codex_added_to_its_profile(
+    is_written_again: bool, original: str | None, line_end: str, home: Path
 ) -> None:
-    """Codex notes there which hints it has shown, and the effort that the user chose."""
+    """Codex saves the hints that it has shown, and the effort that the user chose."""
     file = home / FILES["codex"]
-    if there is not None:
+    if original is not None:
         file.parent.mkdir()
-        file.write_bytes(there.replace("\n", line_end).encode())
+        file.write_bytes(original.replace("\n", line_end).encode())
     assert connect("codex", "--write") == 0
-    own = file.read_bytes().decode().replace("\r\n", "\n")
+    connected = file.read_bytes().decode().replace("\r\n", "\n")
     effort, hints = 'model_verbosity = "low"\n', "[tui]\nhints = true\n"
-    head, table, provider = own.partition("[model_providers.kvpersist]\n")
+    head, table, provider = connected.partition("[model_providers.kvpersist]\n")
     assert table and 'model = "default_model"\n' in head
     changed = f"{head}{effort}{table}{provider}retries = 3\n{hints}"
-    if there and not there.endswith("\n"):
+    if original and not original.endswith("\n"):
         changed = f"{head}{effort}{table}{provider}\nretries = 3\n{hints}"
     file.write_bytes(changed.replace("\n", line_end).encode())
     if is_written_again:
@@ -325,15 +327,15 @@ def test_what_codex_writes_into_its_profile_stays(
         written = file.read_bytes().decode()
         assert "8124" in written and "8123" not in written and "hints = true" in written
     assert connect("codex", "--undo") == 0
-    wanted = f"{effort}{table}retries = 3\n{hints}"
-    if there:
-        wanted = f"{PROFILE}{wanted}"
-    assert file.read_bytes().decode().replace("\r\n", "\n") == wanted
+    expected = f"{effort}{table}retries = 3\n{hints}"
+    if original:
+        expected = f"{PROFILE}{expected}"
+    assert file.read_bytes().decode().replace("\r\n", "\n") == expected
     assert set(contents(home)) == {FILES["codex"]}
 
 
-def test_a_note_of_codex_is_all_that_stays(home: Path) -> None:
-    """Its screen writes this when it starts."""
+def test_undo_of_a_new_profile_leaves_only_codex_entries(home: Path) -> None:
+    """Codex writes this entry when its screen starts."""
     file = home / FILES["codex"]
     assert connect("codex", "--write") == 0
     with file.open("a") as profile:
@@ -343,7 +345,9 @@ def test_a_note_of_codex_is_all_that_stays(home: Path) -> None:
 
 
 @pytest.mark.usefixtures("serving")
-def test_what_cannot_be_undone_is_kept(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_undo_cannot_restore_is_kept(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The other files of the client are restored."""
     file, facts = home / FILES["aider"], home / ".aider.kvpersist.models.json"
     for path in (file, facts):
@@ -363,7 +367,7 @@ def test_what_cannot_be_undone_is_kept(home: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("client", "there", "why"),
+    ("client", "original", "problem"),
     [
         ("opencode", '{\n  // mine\n  "theme": "dark"\n}\n', "Expecting property name"),
         ("claude", '{"env": ["A=b"]}', "where keys and values were expected"),
@@ -376,22 +380,22 @@ def test_what_cannot_be_undone_is_kept(home: Path, capsys: pytest.CaptureFixture
         ("claude", '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "recursion"),
     ],
 )
-def test_what_cannot_be_merged_is_left_alone(
-    client: str, there: str, why: str, home: Path, capsys: pytest.CaptureFixture[str]
+def test_json_that_cannot_be_merged_stays_unchanged(
+    client: str, original: str, problem: str, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = home / (GLOBAL if client == "claude" else FILES[client])
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(there)
+    file.write_text(original)
     assert connect(client, "--write", *["--global"][: client == "claude"]) == 1
     out, err = capsys.readouterr()
-    assert why in err and err.count("\n") == 1
-    assert file.read_text() == there and len(contents(home)) == 1
+    assert problem in err and err.count("\n") == 1
+    assert file.read_text() == original and len(contents(home)) == 1
     assert URL in out and "by hand" in err
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 cannot read TOML")
 @pytest.mark.parametrize(
-    "there",
+    "original",
     [
         'model = "x"\nmodel = "y"\n',
         '\ufeffmodel = "x"\n',
@@ -403,46 +407,48 @@ def test_what_cannot_be_merged_is_left_alone(
         'notes = """\nmodel = 3\n"""\n',
     ],
 )
-def test_toml_that_cannot_be_merged_is_left_alone(
-    there: str, home: Path, capsys: pytest.CaptureFixture[str]
+def test_toml_that_cannot_be_merged_stays_unchanged(
+    original: str, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = home / FILES["codex"]
     file.parent.mkdir()
-    file.write_text(there)
+    file.write_text(original)
     assert connect("codex", "--write") == 1
     out, err = capsys.readouterr()
-    assert file.read_text() == there and len(contents(home)) == 1
+    assert file.read_text() == original and len(contents(home)) == 1
     assert URL in out and "by hand" in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    "there",
+    "original",
     [
         'notes = """\n[Rules]\nBe kind.\n"""\n',
         "pairs = [\n[1, 2],\n[3, 4]\n]\n",
         '[model_providers.kvpersist]\nnotes = """\n[x]\n"""\n',
     ],
 )
-def test_toml_values_of_several_lines_stay(there: str, home: Path) -> None:
-    """Also if their lines look like tables: new entries are before them."""
+def test_multiline_toml_values_stay_unchanged(original: str, home: Path) -> None:
+    """New entries are put before them, because their lines may look like tables."""
     file = home / FILES["codex"]
     file.parent.mkdir()
-    file.write_text(there)
+    file.write_text(original)
     assert connect("codex", "--write") == 0
-    assert there.removeprefix("[model_providers.kvpersist]\n") in file.read_text()
+    assert original.removeprefix("[model_providers.kvpersist]\n") in file.read_text()
     assert connect("codex", "--undo") == 0
-    assert file.read_text() == there
+    assert file.read_text() == original
 
 
 @pytest.mark.parametrize("port", ["0", "-1", "65536"])
-def test_what_is_no_port_is_written_nowhere(
+def test_an_invalid_port_is_refused_and_not_written(
     port: str, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["connect", "claude", "--write", "--port", port]) == 1
     assert f"--port {port} is not a port" in capsys.readouterr().err and not list(home.iterdir())
 
 
-def test_only_a_regular_file_is_read(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_named_pipe_as_settings_file_is_refused(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = home / FILES["claude"]
     file.parent.mkdir()
     os.mkfifo(file)
@@ -450,7 +456,9 @@ def test_only_a_regular_file_is_read(home: Path, capsys: pytest.CaptureFixture[s
     assert "it is not a regular file" in capsys.readouterr().err
 
 
-def test_comments_are_refused_by_name(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusal_of_json_with_comments_states_the_reason(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = home / FILES["opencode"]
     file.parent.mkdir(parents=True)
     file.write_text(text := '{// mine\n"model": "x"}')
@@ -458,12 +466,16 @@ def test_comments_are_refused_by_name(home: Path, capsys: pytest.CaptureFixture[
     assert "perhaps it has comments" in capsys.readouterr().err and file.read_text() == text
 
 
-def test_undo_says_that_it_removes_a_file(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_undo_prints_the_file_that_it_removes(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert connect("opencode", "--write") == connect("opencode", "--undo") == 0
     assert f"{home / FILES['opencode']} is removed." in capsys.readouterr().out
 
 
-def test_links_in_a_circle_are_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_circular_symbolic_links_are_refused(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = home / FILES["claude"]
     file.parent.mkdir()
     file.symlink_to("other.json")
@@ -474,19 +486,21 @@ def test_links_in_a_circle_are_refused(home: Path, capsys: pytest.CaptureFixture
     assert "has written no file" in capsys.readouterr().out and file.is_symlink()
 
 
-def test_the_record_is_as_private_as_the_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undo_record_is_private_and_settings_keep_their_mode(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced: list[int] = []
     file = home / GLOBAL
     file.parent.mkdir()
     file.write_text(SETTINGS)
     monkeypatch.setattr("os.fsync", lambda file: synced.append(os.fstat(file).st_mode & 0o777))
     file.chmod(0o644)
-    assert everywhere() == 0
+    assert connect_claude_globally() == 0
     assert synced == [0o600, 0o644], "both files, whole before they have their names"
 
 
-def test_open_webui_gets_variables(capsys: pytest.CaptureFixture[str]) -> None:
-    """It has no file to write, which is not an error."""
+def test_open_webui_gets_environment_variables(capsys: pytest.CaptureFixture[str]) -> None:
+    """Open WebUI has no settings file; --write is accepted and writes nothing."""
     for options in ((), ("--write",)):
         assert connect("openwebui", *options) == 0
         out, err = capsys.readouterr()
@@ -505,7 +519,7 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("serving")
-def test_each_client_gets_the_length_of_the_context(
+def test_each_client_gets_the_models_context_length(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for client in FILES:
@@ -522,7 +536,7 @@ def test_each_client_gets_the_length_of_the_context(
 
 
 @pytest.mark.parametrize("model", [{"max_model_len": None}, {"max_model_len": "long"}, 1])
-def test_another_programs_server_is_no_error(
+def test_a_server_without_a_context_length_is_accepted(
     model: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("mlx_lm_kvpersist.cli.connect.ask", lambda *_: {"data": [model]})
@@ -530,7 +544,7 @@ def test_another_programs_server_is_no_error(
     assert f"The server at {URL} states no context length" in capsys.readouterr().out
 
 
-def test_it_is_said_that_no_server_answers(
+def test_connect_reports_that_no_server_answers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert connect("claude") == 0
@@ -539,7 +553,9 @@ def test_it_is_said_that_no_server_answers(
     assert f"--plugin kvpersist --port {urlsplit(URL).port} --model" in out
 
 
-def test_folders_of_the_users_choice(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_folders_follow_environment_variables(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CLAUDE_CONFIG_DIR", str(home / "c"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(home / "x"))
     assert connect("claude", "--write") == connect("opencode", "--write") == 0

@@ -1,4 +1,4 @@
-"""The demo shows what it promises, on the real server."""
+"""The `demo` command: its result on a real server, its progress lines, and its model."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ from mlx_lm_kvpersist.cli.servers import document
 @pytest.mark.slow
 def test_demo_restores_from_disk(capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["demo", "--chars", "6000"])
-    said = capsys.readouterr()
-    assert status == 0, said.err
-    assert "came from disk" in said.out and said.out.count("\n") == 1
+    captured = capsys.readouterr()
+    assert status == 0, captured.err
+    assert "came from disk" in captured.out and captured.out.count("\n") == 1
 
 
-def test_demo_reports_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_reports_a_missing_model_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--model", "/no/such/model", "--chars", "100"]) == 1
     assert "the model folder /no/such/model does not exist" in capsys.readouterr().err
 
 
-def test_each_step_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with output.ongoing("a step") as say:
+def test_without_a_terminal_each_step_prints_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with output.ongoing("a step") as show_step:
         assert capsys.readouterr().err == "a step …\n"
-        say("the next")
+        show_step("the next")
         assert capsys.readouterr().err == "the next …\n"
     assert capsys.readouterr().err == ""
 
 
-def test_a_terminal_shows_one_line_that_changes() -> None:
+def test_in_a_terminal_steps_overwrite_one_line() -> None:
     code = (
         "from mlx_lm_kvpersist.cli.output import ongoing\n"
         "with ongoing('a step') as say:\n    say('the next')\n"
     )
     control, terminal = os.openpty()
-    with open(control, "rb", buffering=0) as seen:
+    with open(control, "rb", buffering=0) as terminal_output:
         subprocess.run([sys.executable, "-c", code], stderr=terminal, check=True, timeout=60)
         os.close(terminal)
-        shown = seen.read(4096).decode()
+        shown = terminal_output.read(4096).decode()
     assert "the next" in shown and "\n" not in shown.rstrip().replace("\r\n", "", 1)
 
 
-def test_the_demo_model_says_printable_text_without_end(tmp_path: Path) -> None:
+def test_demo_model_writes_printable_text_and_no_end_token(tmp_path: Path) -> None:
     model, tokenizer = load(str(make_model(tmp_path / "model")))
-    asked = [{"role": "user", "content": document(300)}]
-    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True)
+    messages = [{"role": "user", "content": document(300)}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     assert 70 < len(prompt) < 150, "about 3 characters a token"
     reply = [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=40)]
     assert not set(reply) & set(tokenizer.all_special_ids)

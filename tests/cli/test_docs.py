@@ -20,8 +20,10 @@ PAGE = (Path(__file__).parents[2] / "docs" / "store.md").read_text(encoding="utf
 
 
 def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    found: Any = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    return dict(found.choices)
+    action: Any = next(
+        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+    )
+    return dict(action.choices)
 
 
 OF_ALL = {"--kvpersist-dir", "--kvpersist-encrypt"}
@@ -29,7 +31,7 @@ OF_ALL = {"--kvpersist-dir", "--kvpersist-encrypt"}
 
 
 @pytest.mark.parametrize("group", ["sessions", "store"])
-def test_every_command_and_option_stands_there(group: str) -> None:
+def test_store_page_lists_every_command_and_option(group: str) -> None:
     rows = dict(re.findall(rf"^\| `{group} (\w+)[^`]*` \| (.*) \|$", PAGE, re.MULTILINE))
     commands = subcommands(subcommands(make_parser())[group])
     assert rows.keys() == commands.keys()
@@ -45,25 +47,25 @@ def test_every_command_and_option_stands_there(group: str) -> None:
             assert option in rows[name], f"{group} {name} {option}"
 
 
-def test_sizes_are_in_binary_units_everywhere() -> None:
+def test_pages_and_code_have_no_decimal_size_units() -> None:
     root = Path(__file__).parents[2]
     pages = [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("mlx_lm_kvpersist/**/*.py")]
     decimal = re.compile(r"\b\d*[KMGT]B\b|/ ?1e[69]\b")
-    found = {
+    decimal_sizes = {
         f"{path.relative_to(root)}: {line.strip()}"
         for path in pages
         for line in path.read_text(encoding="utf-8").splitlines()
         if decimal.search(line)
     }
-    assert len(pages) > 50 and found == set()
+    assert len(pages) > 50 and decimal_sizes == set()
 
 
-def test_every_fault_stands_there() -> None:
+def test_store_page_lists_every_fault() -> None:
     page = PAGE[PAGE.index("`store verify` finds these faults:") :]
     assert re.findall(r"`(\w+)` \(", page) == [fault.value for fault in Fault]
 
 
-def test_every_field_of_a_block_stands_there() -> None:
+def test_store_page_lists_every_field_of_a_block() -> None:
     assert fields_between("### A block's file", "### A checkpoint's file") == [
         *metadata_of(chain([1])[0], ROOT),
         "empty",
@@ -71,7 +73,7 @@ def test_every_field_of_a_block_stands_there() -> None:
     ]
 
 
-def test_every_field_of_a_part_stands_there() -> None:
+def test_store_page_lists_every_field_of_a_checkpoint() -> None:
     assert fields_between("### A checkpoint's file", "### A session's file") == [
         *metadata_of(state(chain([1])[0]), ROOT),
         "empty",
@@ -84,7 +86,7 @@ def fields_between(start: str, end: str) -> list[str]:
     return re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
 
 
-def test_every_table_stands_there(tmp_path: Path) -> None:
+def test_store_page_lists_every_table_of_the_index(tmp_path: Path) -> None:
     Index(tmp_path / "index.sqlite").close()
     db = sqlite3.connect(tmp_path / "index.sqlite")
     tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
@@ -92,4 +94,4 @@ def test_every_table_stands_there(tmp_path: Path) -> None:
     db.close()
     section = PAGE[PAGE.index("### The index") : PAGE.index("### An exported session")]
     rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", section, re.MULTILINE)
-    assert {table: re.findall(r"`(\w+)`", said) for table, said in rows} == columns
+    assert {table: re.findall(r"`(\w+)`", description) for table, description in rows} == columns

@@ -1,4 +1,4 @@
-"""The command line: one parser tree, a quick start, and errors of one line."""
+"""The command line: its parser, a start without MLX, and errors in one line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def leaves(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
-    """Yield the parsers of all commands that do something."""
+    """Yield the parser of each command; groups are left out."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in dict.fromkeys(action.choices.values()):
@@ -37,7 +37,7 @@ COMMANDS = {command.prog.removeprefix("mlx-lm-kvpersist "): command
             for command in leaves(cli.make_parser())}  # fmt: skip
 
 
-def test_all_commands_stand_in_one_tree() -> None:
+def test_parser_has_exactly_these_commands() -> None:
     assert list(COMMANDS) == [
         "doctor", "server", "connect", "why",
         "sessions list", "sessions show", "sessions rm", "sessions pin", "sessions unpin",
@@ -48,7 +48,7 @@ def test_all_commands_stand_in_one_tree() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "unrecognized"),
     [
         (["show", "Cakes", "for", "Anna"], "for Anna; a name with blanks needs quotes\n"),
         (["show", "Cakes", "--color"], "--color\n"),
@@ -58,18 +58,18 @@ def test_all_commands_stand_in_one_tree() -> None:
         ),
     ],
 )
-def test_what_a_command_does_not_know_is_named_with_its_usage(
-    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_unknown_arguments_are_named_after_the_usage(
+    argv: list[str], unrecognized: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(["sessions", *argv])
-    told = capsys.readouterr().err
-    assert end.value.code == 2 and told.startswith("usage: mlx-lm-kvpersist sessions show ")
-    assert told.endswith(f"error: unrecognized arguments: {said}")
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.startswith("usage: mlx-lm-kvpersist sessions show ")
+    assert error.endswith(f"error: unrecognized arguments: {unrecognized}")
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "server"])
-def test_every_command_has_help_and_a_function(
+def test_every_command_has_help_and_an_importable_function(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
@@ -91,14 +91,16 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("group", [[], ["sessions"], ["store"]])
-def test_a_command_that_is_missing_is_answered_with_the_help(
+def test_a_group_without_a_command_lists_its_commands(
     group: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(group) == 0
     shown = capsys.readouterr().out
-    begin = " ".join([*group, ""])
-    own = {name.removeprefix(begin).split()[0] for name in COMMANDS if name.startswith(begin)}
-    assert all(f"    {name} " in shown for name in own)
+    prefix = " ".join([*group, ""])
+    group_commands = {
+        name.removeprefix(prefix).split()[0] for name in COMMANDS if name.startswith(prefix)
+    }
+    assert all(f"    {name} " in shown for name in group_commands)
 
 
 @pytest.mark.parametrize(
@@ -117,33 +119,33 @@ def test_a_command_that_is_missing_is_answered_with_the_help(
         ("verfy", "store verify"),
     ],
 )
-def test_an_unknown_command_suggests_the_nearest(
+def test_an_unknown_command_suggests_the_most_similar(
     typed: str, suggested: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(typed.split())
     assert end.value.code == 2
-    said = capsys.readouterr().err
-    assert said.endswith(f"did you mean `{suggested}`?\n") and said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.endswith(f"did you mean `{suggested}`?\n") and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("typed", "help_of"), [("xyzzy", ""), ("store xyzzy", " store"), ("sessions \n", " sessions")]
+    ("typed", "group"), [("xyzzy", ""), ("store xyzzy", " store"), ("sessions \n", " sessions")]
 )
-def test_an_unknown_command_like_no_other_names_the_help(
-    typed: str, help_of: str, capsys: pytest.CaptureFixture[str]
+def test_a_command_similar_to_no_other_refers_to_the_help(
+    typed: str, group: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(typed.split(" "))
     assert end.value.code == 2
-    said = capsys.readouterr().err
-    assert said.endswith(f"; type `mlx-lm-kvpersist{help_of} --help`\n") and said.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.endswith(f"; type `mlx-lm-kvpersist{group} --help`\n") and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
     ("typed", "status"), [("connect", 2), ("warm", 2), ("sessions", 0), ("store", 0), ("", 0)]
 )
-def test_a_bare_group_ends_with_a_command_that_works(
+def test_a_command_without_arguments_prints_a_valid_example(
     typed: str, status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
@@ -151,12 +153,12 @@ def test_a_bare_group_ends_with_a_command_that_works(
     except SystemExit as end:
         assert end.code == status
     *_, last = "".join(capsys.readouterr()).splitlines()
-    said, _, example = last.partition(": mlx-lm-kvpersist ")
-    assert said == "For example" and example.startswith(typed)
+    label, _, example = last.partition(": mlx-lm-kvpersist ")
+    assert label == "For example" and example.startswith(typed)
     cli.make_parser().parse_args(example.split())
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_option_prints_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--version"])
     assert capsys.readouterr().out == f"{__version__}\n"
@@ -182,7 +184,7 @@ finally:
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (StoreError("the store is gone"), "the store is gone"),
         (
@@ -197,23 +199,23 @@ finally:
         (OSError("no route"), "no route"),
     ],
 )
-def test_an_error_is_one_line(
+def test_an_error_is_printed_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     error: Exception,
-    said: str,
+    message: str,
 ) -> None:
     def fail(args: argparse.Namespace) -> int:
         raise error
 
     monkeypatch.setattr("mlx_lm_kvpersist.cli.doctor.run", fail)
     assert cli.main(["doctor"]) == 1
-    assert capsys.readouterr().err == f"mlx-lm-kvpersist doctor: {said}\n"
+    assert capsys.readouterr().err == f"mlx-lm-kvpersist doctor: {message}\n"
 
 
 @pytest.mark.parametrize("command", ["doctor", "store stats"])
 @pytest.mark.parametrize("option", ["--json", ""])
-def test_a_reader_that_has_seen_enough_is_no_error(
+def test_a_closed_pipe_ends_a_command_without_an_error_message(
     command: str, option: str, tmp_path: Path
 ) -> None:
     program = f"""
@@ -224,7 +226,7 @@ sys.exit(cli.main("{command} --kvpersist-dir x {option}".split()))
 """
     reader, pipe = os.pipe()
     os.close(reader)
-    # An unbuffered stdout would fail at the first line.
+    # If stdout were unbuffered, the first line would fail.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -239,7 +241,7 @@ sys.exit(cli.main("{command} --kvpersist-dir x {option}".split()))
 
 
 @pytest.mark.parametrize(
-    ("argv", "served"),
+    ("argv", "expected"),
     [
         (["--model", "m", "--", "x"], ["--plugin", "kvpersist", "--model", "m", "--", "x"]),
         (["--plugin", "echo", "--help"], ["--plugin", "echo", "--help"]),
@@ -247,13 +249,13 @@ sys.exit(cli.main("{command} --kvpersist-dir x {option}".split()))
         ([], ["--plugin", "kvpersist"]),
     ],
 )  # fmt: skip
-def test_server_passes_everything_on(
-    monkeypatch: pytest.MonkeyPatch, argv: list[str], served: list[str]
+def test_server_command_passes_arguments_and_adds_the_plugin_option(
+    monkeypatch: pytest.MonkeyPatch, argv: list[str], expected: list[str]
 ) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr(cli, "serve", seen.append)
+    calls: list[Any] = []
+    monkeypatch.setattr(cli, "serve", calls.append)
     assert cli.main(["server", *argv]) == 0
-    assert seen == [served]
+    assert calls == [expected]
 
 
 def test_a_count_below_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,7 +265,7 @@ def test_a_count_below_one_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("name", ["nope", "./nope"])
-def test_a_model_that_is_nowhere_is_known_before_mlx_lm_is_imported(name: str) -> None:
+def test_a_missing_model_is_reported_before_mlx_lm_is_imported(name: str) -> None:
     code = (
         "import sys; from mlx_lm_kvpersist.cli import main; "
         f"status = main.main(['spec', '--model', {name!r}]); print(status, 'mlx_lm' in sys.modules)"
@@ -275,13 +277,13 @@ def test_a_model_that_is_nowhere_is_known_before_mlx_lm_is_imported(name: str) -
 
 
 @pytest.mark.parametrize("command", ["spec", "bench", "quality", "demo"])
-def test_a_model_that_is_nowhere_is_one_line(
+def test_a_missing_model_is_reported_in_one_line(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert cli.main([command, "--model", "nope"]) == 1
-    said = capsys.readouterr()
-    assert said.out == "" and said.err == (
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err == (
         f"mlx-lm-kvpersist {command}: --model nope cannot be loaded (no such folder, not "
         "downloaded before, and the hub cannot be reached); expected a folder with an MLX model, "
         "or a repository of Hugging Face\n"
@@ -289,11 +291,11 @@ def test_a_model_that_is_nowhere_is_one_line(
 
 
 @pytest.mark.parametrize("command", ["spec", "bench", "quality", "demo"])
-def test_an_unsupported_mlx_lm_is_known_before_a_model_is_fetched(
+def test_an_unsupported_mlx_lm_is_reported_before_a_model_is_fetched(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(versions, "installed", {"mlx-lm": "0.31.2", "mlx": "0.32.4"}.get)
     monkeypatch.setattr("mlx_lm_kvpersist.cli.bench.fetched", lambda model: pytest.fail("fetched"))
     assert cli.main([command, "--model", "someone/large"]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith(f"mlx-lm-kvpersist {command}: found mlx-lm 0.31.2, supported are ")
+    error = capsys.readouterr().err
+    assert error.startswith(f"mlx-lm-kvpersist {command}: found mlx-lm 0.31.2, supported are ")

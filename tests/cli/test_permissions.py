@@ -1,4 +1,4 @@
-"""A store that belongs to another user: the commands say so in one line, and change nothing."""
+"""A store that belongs to another user: commands report this in one line and change nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHANGING = [
 
 @contextmanager
 def nobody() -> Iterator[None]:
-    """Act as a user without rights; only root has rights to give up."""
+    """Act as a user without rights, if this process runs as root."""
     if os.geteuid() != 0:
         yield
         return
@@ -60,53 +60,53 @@ def store(capsys: pytest.CaptureFixture[str]) -> Iterator[CommandLine]:
 
 
 def with_file(argv: list[str], run: CommandLine) -> list[str]:
-    """Put a path in place of FILE: one that exists for an import, a new one for an export."""
+    """Replace FILE by a path: an existing file for an import, a new file for an export."""
     name = "exported" if "import" in argv else "new"
     return [str(run.folder.parent / name) if word == "FILE" else word for word in argv]
 
 
 @pytest.mark.parametrize("argv", [*READING, *CHANGING], ids=" ".join)
-def test_a_store_that_may_not_be_entered_is_one_line(store: CommandLine, argv: list[str]) -> None:
+def test_an_unreadable_store_is_reported_in_one_line(store: CommandLine, argv: list[str]) -> None:
     (store.folder.parent / "exported").chmod(0o644)
     set_modes(store.folder, 0, 0)
     with nobody():
-        said = store.error(*with_file(argv, store))
-    assert str(store.folder) in said and "ermission" in said
+        error = store.error(*with_file(argv, store))
+    assert str(store.folder) in error and "ermission" in error
 
 
 @pytest.mark.parametrize("argv", [*READING, *CHANGING], ids=" ".join)
-def test_a_store_that_may_only_be_read_is_not_changed(store: CommandLine, argv: list[str]) -> None:
+def test_a_read_only_store_is_reported_and_not_changed(store: CommandLine, argv: list[str]) -> None:
     (store.folder.parent / "exported").chmod(0o644)
     set_modes(store.folder, 0o555, 0o444)
     before = block_files(store.folder)
     with nobody():
-        said = store.error(*with_file(argv, store))
-    assert str(store.folder) in said and "ermission" in said
+        error = store.error(*with_file(argv, store))
+    assert str(store.folder) in error and "ermission" in error
     assert block_files(store.folder) == before
 
 
 @pytest.mark.parametrize("argv", [["sessions", "list"], ["sessions", "rm", "last"]], ids=" ".join)
-def test_a_read_only_file_system_is_no_matter_of_permission(
+def test_a_read_only_file_system_is_no_permission_error(
     store: CommandLine, argv: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
-    said = store.error(*argv)
-    assert "Read-only file system" in said and " folder" in said and "ermission" not in said
+    error = store.error(*argv)
+    assert "Read-only file system" in error and " folder" in error and "ermission" not in error
 
 
-def test_gc_speaks_of_pins_only_where_something_is_pinned(store: CommandLine) -> None:
-    nothing = ("--kvpersist-disk", "0", "--kvpersist-min-free", "0")
+def test_gc_mentions_pins_only_if_a_session_is_pinned(store: CommandLine) -> None:
+    no_space = ("--kvpersist-disk", "0", "--kvpersist-min-free", "0")
     assert store("sessions", "pin", "last") == 0
-    assert store("store", "gc", *nothing) == 1
+    assert store("store", "gc", *no_space) == 1
     assert "(1 session pinned)" in store.err and "--kvpersist-disk is 0 B" in store.err
     assert store("sessions", "unpin", "last") == 0
-    assert store("store", "gc", *nothing) == 1
+    assert store("store", "gc", *no_space) == 1
     assert "pinned" not in store.err and "(only its index)" in store.err
     assert store.ids() == {}
 
 
-def test_plurals_are_right(store: CommandLine) -> None:
+def test_output_uses_singular_and_plural_nouns(store: CommandLine) -> None:
     assert store("sessions", "rm", "last") == 0
     assert "3 blocks, 0 checkpoints" in store.out
     fill(store.folder, {"one": chain([5])})

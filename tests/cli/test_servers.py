@@ -16,13 +16,13 @@ from mlx_lm_kvpersist.cli.servers import StartedServer, answer, ask
 from mlx_lm_kvpersist.errors import KVPersistError
 
 
-def test_a_started_server_that_does_not_start_shows_its_log(tmp_path: Path) -> None:
+def test_a_failed_start_raises_an_error_with_the_log(tmp_path: Path) -> None:
     with pytest.raises(KVPersistError, match=r"(?s)did not start.*unrecognized arguments: --bad"):
         StartedServer("nothing", "--bad", log_path=tmp_path / "log")
 
 
 @contextmanager
-def answering(*events: Any) -> Iterator[StartedServer]:
+def server_streaming(*events: Any) -> Iterator[StartedServer]:
     """Yield a server that streams these events as its reply."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -52,9 +52,9 @@ def answering(*events: Any) -> Iterator[StartedServer]:
 
 @pytest.mark.parametrize("name", ["reasoning", "tool_calls", "nothing"])
 def test_a_reply_without_content_has_a_time_to_its_first_token(name: str) -> None:
-    """A model that reasons has no other text within the demo's few tokens."""
+    """A reasoning model may write no other text within the demo's few tokens."""
     usage = {"prompt_tokens": 12}
-    with answering(
+    with server_streaming(
         {"choices": [{"delta": {name: "Hm"}}]}, {"choices": [], "usage": usage}, "[DONE]"
     ) as server:
         reply = server.chat([], "s", 8)
@@ -62,33 +62,36 @@ def test_a_reply_without_content_has_a_time_to_its_first_token(name: str) -> Non
 
 
 @pytest.mark.parametrize("last", [[], [{"error": "the server ends"}]])
-def test_a_reply_that_ends_early_is_an_error(last: list[Any]) -> None:
+def test_a_stream_that_ends_early_is_an_error(last: list[Any]) -> None:
     expected = f"ended early{': the server ends' if last else ''}"
-    with answering({"choices": [{"delta": {"content": "Hm"}}]}, *last) as server:
+    with server_streaming({"choices": [{"delta": {"content": "Hm"}}]}, *last) as server:
         with pytest.raises(KVPersistError, match=expected):
             server.chat([], "s", 8)
 
 
-def test_the_key_is_sent_as_a_server_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_key_is_sent_stripped_and_in_utf8(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, key in (("schlüssel\n", "schlüssel"), (" ключ ", "ключ"), (" ", None)):
         monkeypatch.setenv("KVPERSIST_API_KEY", variable)
-        with answering("[DONE]") as server, answer(server.url, "/", {}) as reply:
+        with server_streaming("[DONE]") as server, answer(server.url, "/", {}) as reply:
             sent = reply.headers["X-Sent"]
         assert sent == (f"Bearer {key}".encode().decode("latin-1") if key else "None")
 
 
-def test_a_missing_answer_names_no_option() -> None:
-    """Commands name a server with different options."""
+def test_the_no_answer_error_names_no_option() -> None:
+    """Each command has other options for the server's address."""
     with pytest.raises(KVPersistError, match="no answer from") as missing:
         ask("127.0.0.1:1", "/")
     assert "--" not in str(missing.value)
 
 
-def test_only_what_a_server_does_not_answer_is_no_answer() -> None:
-    with answering("[DONE]") as server:
+def test_caller_errors_are_not_reported_as_server_errors() -> None:
+    with server_streaming("[DONE]") as server:
         with pytest.raises(OSError, match="the disk is full"), answer(server.url, "/", {}):
             raise OSError("the disk is full")
         with pytest.raises(KVPersistError, match="no answer from"):
             ask(server.url, "/", {})
-    with answering("{") as server, pytest.raises(KVPersistError, match="the server failed: "):
+    with (
+        server_streaming("{") as server,
+        pytest.raises(KVPersistError, match="the server failed: "),
+    ):
         server.chat([], "s", 8)

@@ -1,4 +1,4 @@
-"""store stats, verify, rebuild, gc: what they find, and the store afterwards."""
+"""store stats, verify, rebuild and gc: their output, and the store afterwards."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def path_of(folder: Path, node: Block) -> Path:
 
 
 def faults(run: CommandLine) -> list[str]:
-    """Return the faults that verify finds; its exit status must agree."""
-    found = run.json("store", "verify", status=1)
-    assert not found["ok"]
-    return sorted(problem["fault"] for problem in found["problems"])
+    """Return the faults that verify reports; verify must fail."""
+    report = run.json("store", "verify", status=1)
+    assert not report["ok"]
+    return sorted(problem["fault"] for problem in report["problems"])
 
 
-def test_stats(run: CommandLine) -> None:
+def test_stats_has_counts_and_sizes(run: CommandLine) -> None:
     stats = run.json("store", "stats", "--kvpersist-disk", "2M")
     assert (stats["blocks"], stats["sessions"], stats["models"], stats["pinned"]) == (7, 3, 1, 0)
     assert stats["format"] == INDEX_FORMAT and stats["max_disk_bytes"] == 2 << 20
@@ -53,7 +53,7 @@ def test_stats(run: CommandLine) -> None:
     assert str(run.folder) in run.out and "2.0 MiB" in run.out
 
 
-def test_verify_a_whole_store(run: CommandLine) -> None:
+def test_verify_passes_an_undamaged_store(run: CommandLine) -> None:
     assert run.json("store", "verify") == {
         "folder": str(run.folder), "ok": True, "blocks": 7, "checkpoints": 0,
         "problems": [], "left": 0,
@@ -65,21 +65,21 @@ def test_verify_a_whole_store(run: CommandLine) -> None:
 
 
 @pytest.mark.parametrize("position", [3, 20, 400, -1])
-def test_verify_finds_a_flipped_bit(run: CommandLine, position: int) -> None:
+def test_verify_finds_a_flipped_bit_of_a_block(run: CommandLine, position: int) -> None:
     bad = chain(HEAD, [30], [31])[2]
     damage(path_of(run.folder, bad), flip(position))
     assert faults(run) == ["corrupt"]
     assert run("store", "verify") == 1 and bad.key.hex() in run.out and "--fix" in run.out
     assert len(block_files(run.folder)) == 7
     fixed = run.json("store", "verify", "--fix")
-    assert fixed["ok"] and fixed["blocks"] == 5  # and what came after it
+    assert fixed["ok"] and fixed["blocks"] == 5  # the blocks after the bad block were removed, too
     assert run.ids().keys() == {"first", None}
     assert run.json("store", "verify")["ok"]
     aside = {path.suffix for path in (run.folder / "quarantine").iterdir()}
     assert aside == {".safetensors", ".json"}
 
 
-def test_verify_finds_a_missing_file(run: CommandLine) -> None:
+def test_verify_finds_a_missing_block_file(run: CommandLine) -> None:
     path_of(run.folder, chain(HEAD, [30])[1]).unlink()
     assert faults(run) == ["missing"]
     assert run("store", "verify", "--fix") == 0 and "1 problem fixed" in run.out
@@ -87,7 +87,7 @@ def test_verify_finds_a_missing_file(run: CommandLine) -> None:
     assert len(block_files(run.folder)) == 4
 
 
-def test_verify_finds_orphans(run: CommandLine) -> None:
+def test_verify_finds_files_without_a_row(run: CommandLine) -> None:
     path = path_of(run.folder, chain(HEAD)[0])
     before = block_files(run.folder)
     (path.parent / (path.parent.name + "0" * 30 + ".safetensors")).write_bytes(b"no row")
@@ -97,7 +97,7 @@ def test_verify_finds_orphans(run: CommandLine) -> None:
     assert block_files(run.folder) == before and len(run.ids()) == 3
 
 
-def test_verify_finds_a_block_among_the_checkpoints(run: CommandLine) -> None:
+def test_verify_finds_a_block_in_the_checkpoint_folder(run: CommandLine) -> None:
     key, before = chain(HEAD)[0].key, block_files(run.folder)
     path = checkpoint_path(run.folder, key)
     path.parent.mkdir(parents=True)
@@ -114,7 +114,7 @@ def change_index(folder: Path, statement: str, *values: object) -> None:
     db.close()
 
 
-def test_verify_finds_a_row_that_lies(run: CommandLine) -> None:
+def test_verify_finds_a_row_that_differs_from_its_file(run: CommandLine) -> None:
     key = chain(HEAD, [30])[1].key
     change_index(run.folder, "UPDATE blocks SET text = 'another' WHERE key = ?", key)
     assert faults(run) == ["mismatch"]
@@ -131,7 +131,7 @@ def test_verify_finds_a_block_without_parent(run: CommandLine) -> None:
     assert block_files(run.folder) == {} and run.ids() == {}
 
 
-def test_verify_finds_a_session_without_end(run: CommandLine) -> None:
+def test_verify_finds_a_session_without_its_leaf(run: CommandLine) -> None:
     change_index(run.folder, "UPDATE sessions SET leaf = x'00' WHERE name = 'last'")
     assert faults(run) == ["session"]
     assert run("store", "verify", "--fix") == 0
@@ -139,7 +139,7 @@ def test_verify_finds_a_session_without_end(run: CommandLine) -> None:
     assert not list((run.folder / "sessions").glob("*last*"))
 
 
-def test_verify_finds_a_session_file_that_lies(run: CommandLine) -> None:
+def test_verify_finds_and_fixes_wrong_session_files(run: CommandLine) -> None:
     session_id = run.ids()["last"]
     path = run.folder / "sessions" / f"{session_id}.json"
     content = json.loads(path.read_text())
@@ -150,7 +150,9 @@ def test_verify_finds_a_session_file_that_lies(run: CommandLine) -> None:
         assert json.loads(path.read_text()) == content
 
 
-def test_a_turn_being_saved_is_no_fault(run: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_ignores_a_turn_that_is_being_saved(
+    run: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A fault that is seen without the lock, but not with it, is not reported."""
     path = path_of(run.folder, chain(HEAD)[0])
     arriving = path.with_name(f"{path.stem[:2]}{'0' * 30}.safetensors")
@@ -158,33 +160,33 @@ def test_a_turn_being_saved_is_no_fault(run: CommandLine, monkeypatch: pytest.Mo
     real = StoreLock.held
 
     def held(self: StoreLock) -> object:
-        arriving.unlink(missing_ok=True)  # the turn was saved while we waited
+        arriving.unlink(missing_ok=True)  # the turn was saved before the lock was free
         return real(self)
 
     monkeypatch.setattr(StoreLock, "held", held)
     assert run.json("store", "verify")["ok"]
 
 
-@pytest.mark.parametrize("gone", ["missing", "empty", "damaged", "no table", "whole"])
-def test_rebuild(run: CommandLine, gone: str) -> None:
+@pytest.mark.parametrize("index_state", ["missing", "empty", "damaged", "no table", "whole"])
+def test_rebuild_restores_the_index_from_files(run: CommandLine, index_state: str) -> None:
     fill(run.folder, {WEIRD_NAME: chain([7])})
     assert run("sessions", "pin", "first") == 0
     before = run.ids()
     path = run.folder / "index.sqlite"
-    if gone == "missing":
+    if index_state == "missing":
         path.unlink()
-    elif gone == "empty":
+    elif index_state == "empty":
         path.write_bytes(b"")
-    elif gone == "damaged":
+    elif index_state == "damaged":
         path.write_bytes(b"no database " * 1000)
-    elif gone == "no table":
+    elif index_state == "no table":
         db = sqlite3.connect(path)
         db.execute("DROP TABLE sessions")
         db.close()
     done = run.json("store", "rebuild")
     named = {name: session_id for name, session_id in before.items() if name is not None}
-    # A session whose id is in the index alone comes back only if the index can be read.
-    assert run.ids() == (before if gone == "whole" else named)
+    # Only the index has the id of the unnamed session, so this session needs a readable index.
+    assert run.ids() == (before if index_state == "whole" else named)
     assert (done["blocks"], done["sessions"]) == (8, len(run.ids()))
     assert run.json("sessions", "show", "first")["pinned"]
     assert run.json("store", "verify")["ok"]
@@ -192,7 +194,7 @@ def test_rebuild(run: CommandLine, gone: str) -> None:
     assert run("store", "rebuild") == 0 and "8 blocks" in run.out
 
 
-def test_rebuild_keeps_what_files_do_not_say(run: CommandLine) -> None:
+def test_rebuild_keeps_times_of_use_and_reply_ids(run: CommandLine) -> None:
     disk = DiskStore(run.folder, LIMITS)
     disk.index.database.connection.execute("UPDATE blocks SET used = 4e9")
     disk.index.database.connection.commit()
@@ -203,7 +205,7 @@ def test_rebuild_keeps_what_files_do_not_say(run: CommandLine) -> None:
     disk.close()
 
 
-def test_rebuild_reports_files_it_cannot_take(run: CommandLine) -> None:
+def test_rebuild_leaves_out_a_damaged_block(run: CommandLine) -> None:
     damage(path_of(run.folder, chain(HEAD, [20])[1]), lambda content: content.__setitem__(8, 0))
     assert run.json("store", "rebuild")["blocks"] == 6
 
@@ -214,7 +216,7 @@ def test_gc_within_budget_removes_nothing(run: CommandLine) -> None:
     assert run("store", "gc", *NO_MINIMUM) == 0 and "0 blocks" in run.out
 
 
-def test_gc_keeps_to_the_budget(run: CommandLine) -> None:
+def test_gc_reduces_the_store_to_its_budget(run: CommandLine) -> None:
     for number in range(12):
         fill(run.folder, {f"n{number}": chain([100 + number] * 50, [200 + number] * 50)})
     (run.folder / "quarantine").mkdir(exist_ok=True)
@@ -223,14 +225,14 @@ def test_gc_keeps_to_the_budget(run: CommandLine) -> None:
     stats = run.json("store", "stats")["bytes"]
     budget = ("--kvpersist-disk", f"{stats['all'] - 5000 - stats['blocks'] // 3}B", *NO_MINIMUM)
     before = block_files(run.folder)
-    did = run.json("store", "gc", *budget)
-    assert did["fits"] and did["sessions"] and did["blocks"] and not old.exists()
-    assert run.json("store", "stats")["bytes"]["all"] <= did["max_disk_bytes"]
-    assert len(block_files(run.folder)) == len(before) - did["blocks"]
+    result = run.json("store", "gc", *budget)
+    assert result["fits"] and result["sessions"] and result["blocks"] and not old.exists()
+    assert run.json("store", "stats")["bytes"]["all"] <= result["max_disk_bytes"]
+    assert len(block_files(run.folder)) == len(before) - result["blocks"]
     assert run.json("store", "verify")["ok"]
 
 
-def test_gc_says_when_pins_are_in_the_way(run: CommandLine) -> None:
+def test_gc_reports_pinned_sessions_that_exceed_the_budget(run: CommandLine) -> None:
     assert run("sessions", "pin", "first") == 0
     budget = ("--kvpersist-disk", "1K", *NO_MINIMUM)
     assert not run.json("store", "gc", *budget, status=1)["fits"]
@@ -239,13 +241,13 @@ def test_gc_says_when_pins_are_in_the_way(run: CommandLine) -> None:
     assert run.ids().keys() == {"first"}
 
 
-def test_a_size_that_is_none_is_refused(run: CommandLine) -> None:
+def test_gc_refuses_an_invalid_size(run: CommandLine) -> None:
     with pytest.raises(SystemExit) as end:
         run("store", "gc", "--kvpersist-disk", "many")
     assert end.value.code == 2
 
 
-def test_a_newer_store_is_refused(run: CommandLine) -> None:
+def test_commands_refuse_a_store_of_a_newer_format(run: CommandLine) -> None:
     db = sqlite3.connect(run.folder / "index.sqlite")
     db.execute("PRAGMA user_version = 9")
     db.execute("PRAGMA application_id = 0")
@@ -259,7 +261,7 @@ def test_a_newer_store_is_refused(run: CommandLine) -> None:
 
 
 @pytest.mark.usefixtures("with_checkpoints")
-def test_stats_with_checkpoints(run: CommandLine) -> None:
+def test_stats_counts_checkpoints(run: CommandLine) -> None:
     stats = run.json("store", "stats")
     assert (stats["blocks"], stats["checkpoints"]) == (7, 3)
     (root,) = stats["roots"]
@@ -271,7 +273,7 @@ def test_stats_with_checkpoints(run: CommandLine) -> None:
 
 
 @pytest.mark.usefixtures("with_checkpoints")
-def test_verify_a_whole_store_with_checkpoints(run: CommandLine) -> None:
+def test_verify_passes_undamaged_checkpoints(run: CommandLine) -> None:
     verified = run.json("store", "verify")
     assert verified["ok"] and (verified["blocks"], verified["checkpoints"]) == (7, 3)
     assert run("store", "verify") == 0 and "7 blocks, 3 checkpoints, all good" in run.out
@@ -292,7 +294,7 @@ def test_verify_finds_a_flipped_bit_of_a_checkpoint(run: CommandLine, position: 
 
 
 @pytest.mark.usefixtures("with_checkpoints")
-def test_verify_finds_what_is_wrong_with_checkpoints(run: CommandLine) -> None:
+def test_verify_finds_each_fault_of_checkpoints(run: CommandLine) -> None:
     nodes = chain(HEAD, [30], [31], [32])
     before = checkpoint_files(run.folder)
     missing, foreign = window(nodes[0]), window(nodes[3])
@@ -329,9 +331,9 @@ def test_verify_finds_a_checkpoint_without_its_block(run: CommandLine) -> None:
 
 
 @pytest.mark.usefixtures("with_checkpoints")
-@pytest.mark.parametrize("gone", ["missing", "whole"])
-def test_rebuild_with_checkpoints(run: CommandLine, gone: str) -> None:
-    if gone == "missing":
+@pytest.mark.parametrize("index_state", ["missing", "whole"])
+def test_rebuild_restores_checkpoints(run: CommandLine, index_state: str) -> None:
+    if index_state == "missing":
         (run.folder / "index.sqlite").unlink()
     done = run.json("store", "rebuild")
     assert (done["blocks"], done["checkpoints"]) == (7, 3)
@@ -341,29 +343,27 @@ def test_rebuild_with_checkpoints(run: CommandLine, gone: str) -> None:
 
 @pytest.mark.usefixtures("with_checkpoints")
 @pytest.mark.parametrize("n_freed", [1, 100_000, 300_000])
-def test_gc_of_checkpoints_keeps_to_the_budget(run: CommandLine, n_freed: int) -> None:
+def test_gc_removes_checkpoints_to_meet_the_budget(run: CommandLine, n_freed: int) -> None:
     head = chain(HEAD)[0]
     change_index(run.folder, "UPDATE checkpoints SET used = 1 WHERE key = ?", window(head).key)
     total = run.json("store", "stats")["bytes"]["all"]
     budget = ("--kvpersist-disk", f"{total - n_freed}B", *NO_MINIMUM)
-    did = run.json("store", "gc", *budget)
-    assert did["fits"] and did["checkpoints"] >= 1
-    assert (did["checkpoints"], did["blocks"]) == (1, 0) or n_freed > 1
-    assert len(block_files(run.folder)) == 7 - did["blocks"]
-    assert len(checkpoint_files(run.folder)) == 3 - did["checkpoints"]
-    assert run.json("store", "stats")["bytes"]["all"] <= did["max_disk_bytes"]
+    result = run.json("store", "gc", *budget)
+    assert result["fits"] and result["checkpoints"] >= 1
+    assert (result["checkpoints"], result["blocks"]) == (1, 0) or n_freed > 1
+    assert len(block_files(run.folder)) == 7 - result["blocks"]
+    assert len(checkpoint_files(run.folder)) == 3 - result["checkpoints"]
+    assert run.json("store", "stats")["bytes"]["all"] <= result["max_disk_bytes"]
     assert run.json("store", "verify")["ok"]
 
 
-def test_what_changes_a_store_waits_little_for_another_process(
-    run: CommandLine, tmp_path: Path
-) -> None:
+def test_a_locked_store_can_be_read_but_not_changed(run: CommandLine, tmp_path: Path) -> None:
     exported = tmp_path / "session"
     with lock_holder(run.folder) as holder:
         for reading in (["store", "stats"], ["store", "verify"], ["sessions", "list"]):
             assert run(*reading) == 0
         assert run("sessions", "export", "last", exported) == 0
         for changing in (["store", "rebuild"], ["sessions", "import", exported]):
-            said = run.error(*changing)
-            assert f"process {holder.pid} (mlx-lm-kvpersist store rebuild)" in said
+            error = run.error(*changing)
+            assert f"process {holder.pid} (mlx-lm-kvpersist store rebuild)" in error
     assert run("sessions", "rm", "last") == 0  # the holder was killed
