@@ -1,4 +1,4 @@
-"""sessions export and import: the same bytes elsewhere, or nothing."""
+"""sessions export and import: an import writes the same bytes into a store, or nothing."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def other(run: CommandLine, tmp_path: Path) -> CommandLine:
     return run.at(tmp_path / "other")
 
 
-def test_what_is_exported_holds_the_stores_files(run: CommandLine, exported: Path) -> None:
+def test_an_export_contains_the_block_files_unchanged(run: CommandLine, exported: Path) -> None:
     content, files = exported.read_bytes(), block_files(run.folder)
     for node in chain(HEAD, [30], [31], [32]):
         assert files[f"{node.key.hex()}.safetensors"] in content
@@ -67,20 +67,22 @@ def test_what_is_exported_holds_the_stores_files(run: CommandLine, exported: Pat
 
 def forge(
     exported: Path,
-    about: Any = None,
+    facts: Any = None,
     files: Callable[[list[bytes]], list[bytes]] = lambda files: files,
     n_blocks: int | None = None,
 ) -> None:
-    """Write an exported file again, with all its checksums right."""
+    """Rewrite an exported file with other contents and correct checksums."""
     with closing(session_file.SessionFile(exported)) as source:
         contents = files([source.own_file(n) for n in range(len(source.files))])
         n_blocks = len(source.blocks) if n_blocks is None else n_blocks
-        about = about or {"name": source.name, "n_tokens": source.blocks[-1].stop}
+        facts = facts or {"name": source.name, "n_tokens": source.blocks[-1].stop}
     listed = [session_file.Listed.of(content) for content in contents]
-    exported.write_bytes(session_file.header_of(about, n_blocks, listed) + b"".join(contents))
+    exported.write_bytes(session_file.header_of(facts, n_blocks, listed) + b"".join(contents))
 
 
-def test_the_same_bytes_elsewhere(run: CommandLine, exported: Path, other: CommandLine) -> None:
+def test_an_import_writes_the_same_block_files(
+    run: CommandLine, exported: Path, other: CommandLine
+) -> None:
     done = other.json("sessions", "import", exported)
     assert done["is_new"] and done["blocks_written"] == 4
     original = block_files(run.folder)
@@ -95,7 +97,7 @@ def test_the_same_bytes_elsewhere(run: CommandLine, exported: Path, other: Comma
     store.close()
 
 
-def test_importing_again_changes_nothing(exported: Path, other: CommandLine) -> None:
+def test_a_second_import_changes_nothing(exported: Path, other: CommandLine) -> None:
     first = other.json("sessions", "import", exported)
     again = other.json("sessions", "import", exported)
     assert (again["id"], again["is_new"], again["blocks_written"]) == (first["id"], False, 0)
@@ -104,7 +106,7 @@ def test_importing_again_changes_nothing(exported: Path, other: CommandLine) -> 
     assert other.json("sessions", "show", "last")["blocks"] == 5
 
 
-def test_a_session_goes_on(exported: Path, other: CommandLine) -> None:
+def test_an_import_continues_a_shorter_session(exported: Path, other: CommandLine) -> None:
     fill(other.folder, {"last": chain(HEAD, [30])})
     session_id = other.ids()["last"]
     done = other.json("sessions", "import", exported)
@@ -112,7 +114,7 @@ def test_a_session_goes_on(exported: Path, other: CommandLine) -> None:
     assert len(other.ids()) == 1
 
 
-def test_a_session_that_goes_to_make_room_is_added(
+def test_a_session_evicted_during_its_import_is_added(
     exported: Path, other: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = chain(HEAD, [30], [31], [32], [33])
@@ -132,7 +134,9 @@ def test_a_session_that_goes_to_make_room_is_added(
         assert disk.index.sessions() == [session] and session.leaf == nodes[-2].key
 
 
-def test_back_into_its_own_store(run: CommandLine, exported: Path) -> None:
+def test_an_import_into_the_same_store_writes_missing_blocks(
+    run: CommandLine, exported: Path
+) -> None:
     before, files = run.ids(), block_files(run.folder)
     assert run.json("sessions", "import", exported)["blocks_written"] == 0
     assert run("sessions", "rm", "last") == 0
@@ -140,14 +144,14 @@ def test_back_into_its_own_store(run: CommandLine, exported: Path) -> None:
     assert block_files(run.folder) == files and run.ids().keys() == before.keys()
 
 
-def test_a_lost_file_comes_back(run: CommandLine, exported: Path) -> None:
+def test_an_import_replaces_a_missing_block_file(run: CommandLine, exported: Path) -> None:
     files = block_files(run.folder)
     next((run.folder / "blocks").glob(f"*/{chain(HEAD)[0].key.hex()}*")).unlink()
     assert run.json("sessions", "import", exported)["blocks_written"] == 1
     assert block_files(run.folder) == files and run.json("store", "verify")["ok"]
 
 
-def test_weird_and_missing_names_travel(
+def test_weird_and_missing_names_are_imported(
     run: CommandLine, other: CommandLine, tmp_path: Path
 ) -> None:
     fill(run.folder, {WEIRD_NAME: chain([7])})
@@ -165,11 +169,13 @@ def spread(start: int, stop: int, n_positions: int = 60) -> list[int]:
 
 
 FEW_OR_MANY = pytest.mark.parametrize("n", [25, pytest.param(120, marks=pytest.mark.slow)])
-"""The number of places where a file is damaged, one after another."""
+"""The number of positions at which a file is damaged, one at a time."""
 
 
 @FEW_OR_MANY
-def test_a_flipped_bit_anywhere_is_refused(exported: Path, other: CommandLine, n: int) -> None:
+def test_an_import_refuses_a_flipped_bit_anywhere(
+    exported: Path, other: CommandLine, n: int
+) -> None:
     content = exported.read_bytes()
     header = content.index(b"\n") + 1
     bad = exported.with_name("bad.safetensors")
@@ -181,7 +187,7 @@ def test_a_flipped_bit_anywhere_is_refused(exported: Path, other: CommandLine, n
         assert not other.folder.exists(), position
 
 
-def test_a_truncation_anywhere_is_refused(exported: Path, other: CommandLine) -> None:
+def test_an_import_refuses_a_truncated_or_longer_file(exported: Path, other: CommandLine) -> None:
     content = exported.read_bytes()
     bad = exported.with_name("bad.safetensors")
     for n_bytes in [*range(10), *spread(10, len(content))]:
@@ -192,7 +198,7 @@ def test_a_truncation_anywhere_is_refused(exported: Path, other: CommandLine) ->
     assert not other.folder.exists()
 
 
-def test_a_refused_file_changes_no_store(run: CommandLine, exported: Path) -> None:
+def test_a_refused_import_changes_no_file_of_the_store(run: CommandLine, exported: Path) -> None:
     assert run("sessions", "rm", "last") == 0
     before = {p: p.read_bytes() for p in run.folder.rglob("*") if p.is_file()}
     damage(exported, flip(-1))
@@ -201,50 +207,50 @@ def test_a_refused_file_changes_no_store(run: CommandLine, exported: Path) -> No
 
 
 @pytest.mark.usefixtures("with_checkpoints")
-def test_a_newer_format_is_refused(
+def test_an_import_refuses_a_newer_format(
     run: CommandLine, other: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "newer.safetensors"
     with monkeypatch.context() as patch:
         patch.setattr(session_file, "SESSION_FORMAT", 2)
         assert run("sessions", "export", "last", path) == 0
-    said = other.error("sessions", "import", path)
-    assert "format 2; this version reads up to 1" in said
+    error = other.error("sessions", "import", path)
+    assert "format 2; this version reads up to 1" in error
     assert not other.folder.exists()
 
 
 @pytest.mark.parametrize(
-    "about",
+    "facts",
     [{"name": 5, "n_tokens": 6}, {"name": "x", "n_tokens": 7}, {"name": "\ud800", "n_tokens": 6}],
     ids=str,
 )
-def test_a_well_made_lie_is_refused(
-    exported: Path, other: CommandLine, about: dict[str, object]
+def test_an_import_refuses_false_session_facts(
+    exported: Path, other: CommandLine, facts: dict[str, object]
 ) -> None:
-    forge(exported, about)
+    forge(exported, facts)
     other.error("sessions", "import", exported)
     assert not other.folder.exists()
 
 
 @pytest.mark.parametrize("order", [(1, 0, 2, 3), (0, 1, 3), (1, 2, 3), (0, 0, 1)], ids=str)
-def test_blocks_that_are_no_chain_are_refused(
+def test_an_import_refuses_blocks_that_form_no_chain(
     exported: Path, other: CommandLine, order: tuple[int, ...]
 ) -> None:
     stops = [node.stop for node in chain(HEAD, [30], [31], [32])]
-    about = {"name": "last", "n_tokens": stops[order[-1]]}
-    forge(exported, about, lambda files: [files[n] for n in order], len(order))
+    facts = {"name": "last", "n_tokens": stops[order[-1]]}
+    forge(exported, facts, lambda files: [files[n] for n in order], len(order))
     assert "does not continue" in other.error("sessions", "import", exported)
     assert not other.folder.exists()
 
 
-def test_no_room_leaves_nothing(exported: Path, other: CommandLine) -> None:
+def test_an_import_over_the_disk_budget_writes_nothing(exported: Path, other: CommandLine) -> None:
     fill(other.folder, {})
-    said = other.error("sessions", "import", exported, "--kvpersist-disk", "1K")
-    assert "do not fit" in said
+    error = other.error("sessions", "import", exported, "--kvpersist-disk", "1K")
+    assert "do not fit" in error
     assert block_files(other.folder) == {} and other.ids() == {}
 
 
-def test_a_failed_write_leaves_nothing(
+def test_an_import_with_a_failed_write_leaves_nothing(
     exported: Path, other: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(other.folder, {})
@@ -262,7 +268,7 @@ def test_a_failed_write_leaves_nothing(
     assert block_files(other.folder) == {} and other.ids() == {}
 
 
-def test_export_replaces_no_file_unless_told(run: CommandLine, exported: Path) -> None:
+def test_export_replaces_a_file_only_with_force(run: CommandLine, exported: Path) -> None:
     assert "--force" in run.error("sessions", "export", "first", exported)
     assert run.json("sessions", "export", "first", exported, "--force")["name"] == "first"
 
@@ -275,7 +281,7 @@ def test_a_damaged_block_is_not_exported(run: CommandLine, tmp_path: Path) -> No
     assert list(path.parent.iterdir()) == []
 
 
-def test_files_that_cannot_be_used(run: CommandLine, tmp_path: Path) -> None:
+def test_missing_paths_and_folders_are_refused(run: CommandLine, tmp_path: Path) -> None:
     assert "No such file" in run.error("sessions", "import", tmp_path / "nothing")
     run.error("sessions", "import", tmp_path)
     assert "No such file" in run.error("sessions", "export", "last", tmp_path / "no" / "file")
@@ -296,7 +302,7 @@ LAST = chain(HEAD, [30], [31], [32])
 CHECKPOINTS = [window(LAST[0]), state(LAST[3]), window(LAST[3])]
 
 
-def test_the_same_checkpoints_elsewhere(
+def test_an_import_writes_the_same_checkpoint_files(
     run: CommandLine, exported_checkpoints: Path, other: CommandLine
 ) -> None:
     done = other.json("sessions", "import", exported_checkpoints)
@@ -305,8 +311,8 @@ def test_the_same_checkpoints_elsewhere(
     assert block_files(other.folder).items() <= block_files(run.folder).items()
     assert other.json("store", "verify")["ok"]
     store = BlockStore(other.folder, LIMITS)
-    found = store.checkpoints([node.key for node in LAST])
-    assert {checkpoint for checkpoints in found.values() for checkpoint in checkpoints} == set(
+    imported = store.checkpoints([node.key for node in LAST])
+    assert {checkpoint for checkpoints in imported.values() for checkpoint in checkpoints} == set(
         CHECKPOINTS
     )
     for checkpoint in CHECKPOINTS:
@@ -316,7 +322,9 @@ def test_the_same_checkpoints_elsewhere(
     assert (again["blocks_written"], again["checkpoints_written"]) == (0, 0)
 
 
-def test_lost_checkpoints_come_back(run: CommandLine, exported_checkpoints: Path) -> None:
+def test_an_import_replaces_a_missing_checkpoint_file(
+    run: CommandLine, exported_checkpoints: Path
+) -> None:
     before = checkpoint_files(run.folder)
     checkpoint_path(run.folder, CHECKPOINTS[1].key).unlink()
     done = run.json("sessions", "import", exported_checkpoints)
@@ -324,8 +332,8 @@ def test_lost_checkpoints_come_back(run: CommandLine, exported_checkpoints: Path
     assert checkpoint_files(run.folder) == before and run.json("store", "verify")["ok"]
 
 
-def test_checkpoints_that_went_are_not_exported(run: CommandLine, with_checkpoints: Path) -> None:
-    """A server may remove them at any time."""
+def test_export_leaves_out_missing_checkpoints(run: CommandLine, with_checkpoints: Path) -> None:
+    """A server may remove checkpoints at any time."""
     checkpoint_path(with_checkpoints, CHECKPOINTS[1].key).unlink()
     path = with_checkpoints.parent / "fewer.safetensors"
     assert run("sessions", "export", "last", path) == 0
@@ -342,7 +350,7 @@ def test_a_damaged_checkpoint_is_not_exported(run: CommandLine, with_checkpoints
 
 
 @FEW_OR_MANY
-def test_flipped_bits_and_truncations_with_checkpoints_are_refused(
+def test_an_import_refuses_damaged_or_truncated_checkpoints(
     exported_checkpoints: Path, other: CommandLine, n: int
 ) -> None:
     content = exported_checkpoints.read_bytes()
@@ -358,67 +366,75 @@ def test_flipped_bits_and_truncations_with_checkpoints_are_refused(
     assert not other.folder.exists()
 
 
-Made = tuple[dict[str, str], dict[str, mx.array]]
+ForgedCheckpoint = tuple[dict[str, str], dict[str, mx.array]]
 
 
-def checkpoints_rewritten(exported: Path, made_checkpoints: list[Made]) -> None:
-    """Forge an exported file that has other checkpoints (metadata, arrays)."""
+def forge_checkpoints(exported: Path, forged: list[ForgedCheckpoint]) -> None:
+    """Forge an exported file with these checkpoints."""
     checkpoints = []
     scratch = exported.with_name("checkpoint.safetensors")
-    for metadata, arrays in made_checkpoints:
+    for metadata, arrays in forged:
         metadata["checksum"] = checksum(arrays, metadata)
         mx.save_safetensors(str(scratch), arrays, metadata)
         checkpoints.append(scratch.read_bytes())
     forge(exported, None, lambda files: [*files[: len(LAST)], *checkpoints])
 
 
-def made(checkpoint: Checkpoint, **changed: str) -> Made:
+def forged_checkpoint(checkpoint: Checkpoint, **changed: str) -> ForgedCheckpoint:
     return {**metadata_of(checkpoint, ROOT), **changed}, arrays_of_checkpoint(checkpoint)
 
 
-def elsewhere() -> Block:
+def unrelated_block() -> Block:
     return chain([99])[0]
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "problem"),
     [
-        (lambda: [made(CHECKPOINTS[1])], ""),
-        (lambda: [made(CHECKPOINTS[1]), made(CHECKPOINTS[1])], "belongs to none"),
-        (lambda: [made(state(elsewhere()))], "belongs to none"),
-        (lambda: [made(CHECKPOINTS[1], root=chain_root("another"))], "belongs to none"),
-        (lambda: [made(CHECKPOINTS[1], root=chain_root(5))], "wrong types"),
-        (lambda: [made(CHECKPOINTS[1], kind="window-1")], "do not hash"),
-        (lambda: [made(CHECKPOINTS[1], format="9")], "format 9"),
+        (lambda: [forged_checkpoint(CHECKPOINTS[1])], ""),
+        (
+            lambda: [forged_checkpoint(CHECKPOINTS[1]), forged_checkpoint(CHECKPOINTS[1])],
+            "belongs to none",
+        ),
+        (lambda: [forged_checkpoint(state(unrelated_block()))], "belongs to none"),
+        (lambda: [forged_checkpoint(CHECKPOINTS[1], root=root_json("another"))], "belongs to none"),
+        (lambda: [forged_checkpoint(CHECKPOINTS[1], root=root_json(5))], "wrong types"),
+        (lambda: [forged_checkpoint(CHECKPOINTS[1], kind="window-1")], "do not hash"),
+        (lambda: [forged_checkpoint(CHECKPOINTS[1], format="9")], "format 9"),
     ],
-    ids=["none", "twice", "elsewhere", "another-model", "types", "kind", "newer"],
+    ids=["valid", "twice", "other-block", "other-model", "types", "kind", "newer"],
 )
-def test_a_well_made_lie_about_checkpoints_is_refused(
-    exported_checkpoints: Path, other: CommandLine, change: Callable[[], list[Made]], said: str
+def test_an_import_refuses_false_checkpoints(
+    exported_checkpoints: Path,
+    other: CommandLine,
+    change: Callable[[], list[ForgedCheckpoint]],
+    problem: str,
 ) -> None:
-    checkpoints_rewritten(exported_checkpoints, change())
-    if not said:
+    forge_checkpoints(exported_checkpoints, change())
+    if not problem:
         assert other.json("sessions", "import", exported_checkpoints)["checkpoints"] == 1
         return
-    assert said in other.error("sessions", "import", exported_checkpoints)
+    assert problem in other.error("sessions", "import", exported_checkpoints)
     assert not other.folder.exists()
 
 
-def test_checkpoints_among_blocks_are_refused(
+def test_an_import_refuses_a_checkpoint_between_blocks(
     with_checkpoints: Path, exported_checkpoints: Path, other: CommandLine
 ) -> None:
-    """Else each file would be stored under the key of another."""
+    """Otherwise each file would be stored under another file's key."""
     checkpoint = checkpoint_path(with_checkpoints, CHECKPOINTS[0].key).read_bytes()
     forge(exported_checkpoints, None, lambda files: [files[0], checkpoint, *files[1 : len(LAST)]])
-    said = other.error("sessions", "import", exported_checkpoints)
-    assert "blocks, then checkpoints" in said
+    error = other.error("sessions", "import", exported_checkpoints)
+    assert "blocks, then checkpoints" in error
 
 
-def chain_root(fingerprint: object) -> str:
+def root_json(fingerprint: object) -> str:
     return json.dumps({**json.loads(ROOT.to_json()), "fingerprint": fingerprint})
 
 
-def test_blocks_without_arrays_travel(run: CommandLine, other: CommandLine, tmp_path: Path) -> None:
+def test_blocks_without_arrays_are_exported_and_imported(
+    run: CommandLine, other: CommandLine, tmp_path: Path
+) -> None:
     nodes = chain([7], [8])
     store = BlockStore(run.folder, LIMITS)
     keys = tuple(node.key for node in nodes)
@@ -439,7 +455,7 @@ def test_blocks_without_arrays_travel(run: CommandLine, other: CommandLine, tmp_
     assert checkpoint_files(other.folder).items() <= checkpoint_files(run.folder).items()
 
 
-def test_what_older_versions_added_about_a_session_is_passed_over(
+def test_an_import_ignores_session_facts_of_older_versions(
     other: CommandLine, exported: Path
 ) -> None:
     forge(exported, {"name": "last", "n_tokens": 6, "choices": {"of an older version": {}}})
@@ -447,8 +463,10 @@ def test_what_older_versions_added_about_a_session_is_passed_over(
     assert block_files(other.folder)
 
 
-def test_arrays_without_elements_go_along(run: CommandLine, other: CommandLine) -> None:
-    """The values of an indexer: the file of a block only describes them."""
+def test_arrays_without_elements_are_exported_and_imported(
+    run: CommandLine, other: CommandLine
+) -> None:
+    """An indexer has such values; a block's file only describes them."""
     node = chain([77])[0]
     checkpoint = state(node)
     empty = {"1.v": mx.zeros((2, 1, 1, 0), mx.bfloat16)}
@@ -464,19 +482,19 @@ def test_arrays_without_elements_go_along(run: CommandLine, other: CommandLine) 
     assert run("sessions", "export", "indexer", path) == 0
     assert other("sessions", "import", path) == 0, other.err
     with closing(BlockStore(other.folder, LIMITS)) as store:
-        for what in (node, checkpoint):
-            loaded = store.reader.load(what, ROOT)
+        for record in (node, checkpoint):
+            loaded = store.reader.load(record, ROOT)
             assert loaded is not None and loaded.arrays["1.v"].shape == (2, 1, 1, 0)
 
 
-def test_blocks_of_two_conversations_are_no_session(tmp_path: Path) -> None:
-    """Both are whole, and the second begins where the first ends."""
+def test_a_session_file_of_two_conversations_is_refused(tmp_path: Path) -> None:
+    """The second block begins at the position at which the first ends."""
     nodes = [chain([1])[0], chain([9], [2])[1]]
     contents = []
     for number, node in enumerate(nodes):
-        checkpoint = tmp_path / f"{number}.safetensors"
-        write_block(checkpoint, node, ROOT, arrays_of(node))
-        contents.append(checkpoint.read_bytes())
+        block_file = tmp_path / f"{number}.safetensors"
+        write_block(block_file, node, ROOT, arrays_of(node))
+        contents.append(block_file.read_bytes())
     listed = [session_file.Listed.of(content) for content in contents]
     header = session_file.header_of({"name": None, "n_tokens": 2}, 2, listed)
     path = tmp_path / "mixed.safetensors"
@@ -485,35 +503,33 @@ def test_blocks_of_two_conversations_are_no_session(tmp_path: Path) -> None:
         session_file.SessionFile(path)
 
 
-def test_the_safetensors_library_opens_the_files_of_an_exported_session(exported: Path) -> None:
+def test_safetensors_reads_the_block_files_of_an_export(exported: Path) -> None:
     with closing(session_file.SessionFile(exported)) as source:
         for number, node in enumerate(source.blocks):
-            found = dict(deserialize(source.own_file(number)))  # type: ignore[no-untyped-call]
+            tensors = dict(deserialize(source.own_file(number)))  # type: ignore[no-untyped-call]
             expected = arrays_of(node)
-            assert {name: tuple(one["shape"]) for name, one in found.items()} == {
+            assert {name: tuple(tensor["shape"]) for name, tensor in tensors.items()} == {
                 name: array.shape for name, array in expected.items()
             }
 
 
-def test_a_file_whose_arrays_do_not_match_its_own_checksum_is_refused(
+def test_an_import_refuses_a_block_with_a_wrong_checksum(
     exported: Path, other: CommandLine
 ) -> None:
-    """The checksums of the header are right, as if the damage had come before them."""
-    about = {"name": "last", "n_tokens": chain(HEAD, [30], [31], [32])[-1].stop}
+    """The header's checksums are right, as if the block was damaged before the export."""
+    facts = {"name": "last", "n_tokens": chain(HEAD, [30], [31], [32])[-1].stop}
 
     def damaged(files: list[bytes]) -> list[bytes]:
         content = bytearray(files[1])
         content[-100] ^= 1
         return [files[0], bytes(content), *files[2:]]
 
-    forge(exported, about, damaged, 4)
+    forge(exported, facts, damaged, 4)
     other.error("sessions", "import", exported)
     assert not other.folder.exists()
 
 
-def test_an_export_may_have_as_long_a_name_as_the_file_system_takes(
-    run: CommandLine, tmp_path: Path
-) -> None:
+def test_export_accepts_the_longest_file_name(run: CommandLine, tmp_path: Path) -> None:
     path = tmp_path / ("\u6f22" * 85)  # 255 bytes
     path.touch()
     assert run("sessions", "export", "last", path, "--force") == 0, run.err

@@ -1,4 +1,4 @@
-"""A machine that computes slowly without a good BLAS gets a hint."""
+"""The doctor measures matrix products, and advises OpenBLAS if they are slow."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mlx_lm_kvpersist.cli import doctor, machine
 
 @pytest.mark.skipif(sys.platform != "linux", reason="MLX computes with Accelerate or Metal")
 @pytest.mark.parametrize(("gflops", "is_slow"), [(7.0, True), (74.0, False)])
-def test_a_slow_blas_is_named_with_its_speed(
+def test_doctor_advises_openblas_if_products_are_slow(
     monkeypatch: pytest.MonkeyPatch, gflops: float, is_slow: bool
 ) -> None:
-    """The speed is given: a measured speed depends on what else runs."""
+    """The test sets the speed, because a measured speed depends on the load."""
     output = json.dumps(["Device(cpu, 0)", gflops])
     monkeypatch.setattr(doctor, "ask", lambda command: (0, output))
     finding = doctor.mlx()
@@ -26,23 +26,23 @@ def test_a_slow_blas_is_named_with_its_speed(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="MLX computes with Accelerate or Metal")
-def test_a_process_measures_the_speed_of_products() -> None:
+def test_doctor_measures_the_speed_of_products() -> None:
     measured = re.search(r"([\d.]+) GFLOP/s", doctor.mlx().found)
     assert measured is not None and float(measured[1]) > 0
 
 
-@pytest.mark.parametrize("found", [None, "libopenblas.so.0"])
-def test_the_advice_installs_openblas_where_there_is_none(
-    monkeypatch: pytest.MonkeyPatch, found: str | None
+@pytest.mark.parametrize("library", [None, "libopenblas.so.0"])
+def test_advice_installs_openblas_only_if_it_is_missing(
+    monkeypatch: pytest.MonkeyPatch, library: str | None
 ) -> None:
-    monkeypatch.setattr(machine, "find_library", lambda name: found)
+    monkeypatch.setattr(machine, "find_library", lambda name: library)
     monkeypatch.setattr(sys, "platform", "linux")
     advice = machine.openblas_advice(1.7)
-    assert ("libopenblas0-pthread" in advice) is (found is None)
+    assert ("libopenblas0-pthread" in advice) is (library is None)
     assert "LD_PRELOAD=libopenblas.so.0 OPENBLAS_NUM_THREADS=1 mlx_lm.server …" in advice
     assert machine.openblas_advice(74.0) == machine.openblas_advice(None) == ""
 
 
-def test_a_package_that_is_not_installed_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_omit_packages_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_PACKAGES", ("mlx", "not-installed"))
     assert machine.versions().keys() == {"python", "mlx"}

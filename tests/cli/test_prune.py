@@ -40,8 +40,8 @@ def bucket(tmp_path: Path) -> Path:
 
 def prune(bucket: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, int]:
     assert main(["store", "prune", str(bucket), "--json", *options]) == 0
-    found: dict[str, int] = json.loads(capsys.readouterr().out)
-    return found
+    result: dict[str, int] = json.loads(capsys.readouterr().out)
+    return result
 
 
 @pytest.mark.parametrize(
@@ -55,11 +55,11 @@ def prune(bucket: Path, capsys: pytest.CaptureFixture[str], *options: str) -> di
         (("--size", "0"), set()),
     ],
 )
-def test_the_first_go(
+def test_prune_removes_the_oldest_objects(
     bucket: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], left: set[int]
 ) -> None:
-    said = {"removed": 3 - len(left), "removed_bytes": 1024 * (3 - len(left))}
-    expected = {**said, "left_bytes": 1024 * len(left)}
+    removed = {"removed": 3 - len(left), "removed_bytes": 1024 * (3 - len(left))}
+    expected = {**removed, "left_bytes": 1024 * len(left)}
     assert prune(bucket, capsys, "--dry-run", *options) == expected
     assert len(list((bucket / "kvpersist/aa").iterdir())) == 3
     assert prune(bucket, capsys, *options) == expected
@@ -67,9 +67,9 @@ def test_the_first_go(
     assert (bucket / "letter.txt").exists()
 
 
-def almost_own_names(bucket: Path) -> None:
+def names_similar_to_objects(bucket: Path) -> None:
     digits = "aa" + 30 * "0"
-    for each in (
+    for object_name in (
         f"aa/{digits[:-1]}",
         f"aa/{digits}0",
         f"aa/{digits[:-1]}A",
@@ -90,7 +90,7 @@ def almost_own_names(bucket: Path) -> None:
         "index.sqlite",
         "notes.txt",
     ):
-        path = bucket / "kvpersist" / each
+        path = bucket / "kvpersist" / object_name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(bytes(4096))
 
@@ -131,20 +131,20 @@ def a_store_in_the_same_place(bucket: Path) -> None:
     (bucket.parent / "aa").rename(bucket / "kvpersist/aa")
 
 
-def everything(folder: Path) -> dict[str, bytes | str | int]:
-    """Return the files in and beside a folder, except objects; keep links."""
-    found: dict[str, bytes | str | int] = {}
+def foreign_files(folder: Path) -> dict[str, bytes | str | int]:
+    """Return the files in and next to a folder, except objects; links are not followed."""
+    contents: dict[str, bytes | str | int] = {}
     for path in folder.parent.rglob("*"):
         if path.name in {Path(name(n, 64 if n == 1 else 32)).name for n in range(3)}:
             continue
         is_plain = path.is_file() and not path.is_symlink()
         content = path.read_bytes() if is_plain else path.lstat().st_mode
-        found[str(path)] = os.readlink(path) if path.is_symlink() else content
-    return found
+        contents[str(path)] = os.readlink(path) if path.is_symlink() else content
+    return contents
 
 
 FOREIGN = [
-    almost_own_names,
+    names_similar_to_objects,
     a_link_to_a_folder,
     a_link_to_a_file,
     pipes_and_sockets_and_folders,
@@ -157,14 +157,14 @@ def test_foreign_files_are_neither_counted_nor_removed(
     bucket: Path, capsys: pytest.CaptureFixture[str], put: Callable[[Path], None]
 ) -> None:
     put(bucket)
-    before = everything(bucket)
+    before = foreign_files(bucket)
     assert prune(bucket, capsys) == {"removed": 0, "removed_bytes": 0, "left_bytes": 3072}
     expected = {"removed": 3, "removed_bytes": 3072, "left_bytes": 0}
     assert prune(bucket, capsys, "--size", "0") == expected
-    assert everything(bucket) == before and len(before) > 1
+    assert foreign_files(bucket) == before and len(before) > 1
 
 
-def test_nothing_goes_if_the_folder_of_objects_is_a_link(
+def test_nothing_is_removed_if_the_objects_folder_is_a_link(
     bucket: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (bucket / "kvpersist").rename(bucket.parent / "elsewhere")
@@ -173,12 +173,12 @@ def test_nothing_goes_if_the_folder_of_objects_is_a_link(
     assert len(list((bucket.parent / "elsewhere/aa").iterdir())) == 3
 
 
-def test_the_place_itself_may_be_a_link(bucket: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_shared_store_may_be_a_link(bucket: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (bucket.parent / "link").symlink_to(bucket)
     assert prune(bucket.parent / "link", capsys, "--size", "0")["removed"] == 3
 
 
-def test_an_object_with_another_hard_link_loses_one_name(
+def test_prune_keeps_other_hard_links_to_an_object(
     bucket: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (bucket.parent / "copy").hardlink_to(bucket / name(0))
@@ -187,18 +187,18 @@ def test_an_object_with_another_hard_link_loses_one_name(
 
 
 @pytest.mark.parametrize("method", ["open", "list", "delete"])
-def test_a_place_that_hangs_ends_the_command(
+def test_prune_fails_if_the_shared_store_hangs(
     bucket: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     method: str,
 ) -> None:
-    goes_on = threading.Event()
+    release = threading.Event()
     monkeypatch.setattr("mlx_lm_kvpersist.store.objects.ANSWER_S", 0.1)
-    monkeypatch.setattr(Objects, method, lambda self, *args: goes_on.wait())
+    monkeypatch.setattr(Objects, method, lambda self, *args: release.wait())
     try:
         assert main(["store", "prune", str(bucket), "--size", "0"]) == 1
-        said = capsys.readouterr().err
-        assert re.search("cannot be pruned: it has not answered for", said), said
+        error = capsys.readouterr().err
+        assert re.search("cannot be pruned: it has not answered for", error), error
     finally:
-        goes_on.set()
+        release.set()

@@ -1,4 +1,4 @@
-"""`quality` measures what its table names, on a tiny model."""
+"""The `quality` command on a tiny model: its measures, its table and its errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHORT = ("--context", "400")
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few texts and short replies."""
+    """Use few texts and short replies."""
     few = {name: divergence.all_parts()[name] for name in ("context", "English", "far copy")}
     monkeypatch.setattr(divergence, "all_parts", lambda: few)
     monkeypatch.setattr(command, "_TOOL_TOKENS", 20)
@@ -47,7 +47,7 @@ def quality(*argv: str | Path) -> int:
 
 
 @pytest.mark.slow
-def test_fewer_bits_are_further_away(
+def test_fewer_bits_cause_more_divergence(
     tiny_model: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ("--model", tiny_model, "--text", text, *SHORT, "--json")
@@ -79,7 +79,7 @@ def test_fewer_bits_are_further_away(
     assert eight["layout"] == "8rb64,c256"
 
 
-def test_the_table_names_the_texts(
+def test_table_names_the_text_and_the_worst_text(
     tiny_model_bos: Path,
     capsys: pytest.CaptureFixture[str],
     text: Path,
@@ -93,7 +93,7 @@ def test_the_table_names_the_texts(
     assert re.search(r"\n8 .* [+-]0\.\d\d% ± 0\.\d\d%", out)
 
 
-def test_a_model_of_which_nothing_is_quantized(
+def test_quality_reports_a_model_that_is_not_quantized(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = make_tiny_model(tmp_path, head_dim=4, n_layers=1)
@@ -105,16 +105,18 @@ def test_a_model_of_which_nothing_is_quantized(
     assert report["left_out"].keys() == set(KV_BITS) - {"16"}
 
 
-def test_a_model_that_is_not_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quality_reports_an_unsupported_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("mlx_lm.models.deepseek_v41", reason="newer than this mlx-lm")
     model = make_zoo_model(tmp_path / "own", "deepseek_v41")
     assert quality("--model", model, "--context", "0") == 0
-    said = capsys.readouterr().out
-    assert "Nothing of this model's cache is quantized" in said and "LayerCache" in said
+    output = capsys.readouterr().out
+    assert "Nothing of this model's cache is quantized" in output and "LayerCache" in output
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "problem"),
     [
         (None, "cannot be read: No such file or directory"),
         (b"", "is empty"),
@@ -123,12 +125,12 @@ def test_a_model_that_is_not_kept(tmp_path: Path, capsys: pytest.CaptureFixture[
         (b"\xff\xfe\xff", "is not UTF-8 text"),
     ],
 )
-def test_bad_texts(
+def test_unusable_texts_are_refused_in_one_line(
     tiny_model: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     content: bytes | None,
-    said: str,
+    problem: str,
 ) -> None:
     path = tmp_path / "text"
     if content is not None:
@@ -136,40 +138,42 @@ def test_bad_texts(
     assert quality("--model", tiny_model, "--text", path) == 1
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith(f"mlx-lm-kvpersist quality: {path} ") and said in err
+    assert err.startswith(f"mlx-lm-kvpersist quality: {path} ") and problem in err
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "problem"),
     [
         (("--model", "/no/such/folder"), "the model folder /no/such/folder does not exist"),
         (("--model", "."), "--model . cannot be loaded (FileNotFoundError: "),
     ],
 )
-def test_bad_options(argv: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unusable_models_are_refused_in_one_line(
+    argv: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert quality(*argv) == 1
     err = capsys.readouterr().err
-    assert said in err and err.count("\n") == 1
+    assert problem in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("begin", [[], [99]])
+@pytest.mark.parametrize("prefix", [[], [99]])
 @pytest.mark.parametrize("n_ids", [5, 16, 17, 60])
-def test_windows_predict_each_token_once(begin: list[int], n_ids: int) -> None:
+def test_windows_predict_each_token_once(prefix: list[int], n_ids: int) -> None:
     ids = list(range(n_ids))
     predicted: list[int] = []
-    for seen, n_context in checks.windows_of(ids, begin, 16, 6):
-        assert seen[: len(begin)] == begin and len(seen) <= 16
+    for window, n_context in checks.windows_of(ids, prefix, 16, 6):
+        assert window[: len(prefix)] == prefix and len(window) <= 16
         assert n_context >= 1
-        part = seen[len(begin) :]
-        assert part == ids[part[0] : part[-1] + 1]
-        if part[0]:
-            assert n_context - len(begin) >= 16 - len(begin) - 6
-        predicted += seen[n_context:]
-    assert predicted == ids[0 if begin else 1 :]
+        window_ids = window[len(prefix) :]
+        assert window_ids == ids[window_ids[0] : window_ids[-1] + 1]
+        if window_ids[0]:
+            assert n_context - len(prefix) >= 16 - len(prefix) - 6
+        predicted += window[n_context:]
+    assert predicted == ids[0 if prefix else 1 :]
 
 
 @pytest.mark.parametrize("text", [None, "灯台は毎晩島を照らす。\n" * 40])
-def test_facts_lie_where_they_should(tiny_model: Path, text: str | None) -> None:
+def test_facts_are_spread_over_the_document(tiny_model: Path, text: str | None) -> None:
     tokenizer = load(str(tiny_model))[1]
     text = text or OWN_TEXT.read_text(encoding="utf-8")
     document = checks.document_with_facts(tokenizer, text, 1200)
@@ -179,14 +183,14 @@ def test_facts_lie_where_they_should(tiny_model: Path, text: str | None) -> None
         assert thing in question and document.count(number) == 1
         assert document.index(number) / len(document) == pytest.approx(share, abs=0.15)
     assert 1150 < len(tokenizer.encode(document)) < 1400
-    # The document without the facts is the text.
+    # Without the facts, the document is the text.
     for thing, number in checks.THINGS.items():
         document = document.replace(f" The number of the keeper's {thing} is {number}. ", "")
     assert "".join(document.split())[:300] == "".join(text.split())[:300]
 
 
 @pytest.mark.parametrize("bits", [None, DEFAULT_BITS])
-def test_replies_are_those_of_each_prompt_alone(bits: str | None) -> None:
+def test_batched_replies_equal_replies_to_each_prompt_alone(bits: str | None) -> None:
     model = tiny_llama(seed=5)
     shared = [i * 7 % 61 + 2 for i in range(300)]
     prompts = [
@@ -194,37 +198,39 @@ def test_replies_are_those_of_each_prompt_alone(bits: str | None) -> None:
     ]
     make_cache = checks.served(model, KV_BITS[bits]).make_cache if bits else None
 
-    def made() -> list[Any]:
+    def new_caches() -> list[Any]:
         return make_cache() if make_cache else make_prompt_cache(model)
 
     with checks.server_attention():
-        said = checks.replies_to(model, prompts, made, 12, ends=set())
-        for prompt, its in zip(prompts, said, strict=True):
-            ids, caches = list(prompt), made()
+        replies = checks.replies_to(model, prompts, new_caches, 12, ends=set())
+        for prompt, reply in zip(prompts, replies, strict=True):
+            ids, caches = list(prompt), new_caches()
             logits = model(mx.array([ids]), cache=caches)
-            for token in its:
+            for token in reply:
                 assert logits[0, -1, token].item() > logits[0, -1].max().item() - 1e-3
                 logits = model(mx.array([[token]]), cache=caches)
-        end = said[0][5]
-        cut = checks.replies_to(model, prompts[:1], made, 12, ends={end})
-    assert cut == [said[0][: said[0].index(end)]]
-    assert checks.replies_to(model, [], made, 12, set()) == []
+        end = replies[0][5]
+        stopped = checks.replies_to(model, prompts[:1], new_caches, 12, ends={end})
+    assert stopped == [replies[0][: replies[0].index(end)]]
+    assert checks.replies_to(model, [], new_caches, 12, set()) == []
 
 
-def test_a_chain_of_tool_calls(tiny_model: Path, tiny_model_bos: Path) -> None:
+def test_tool_prompts_have_the_results_of_earlier_calls(
+    tiny_model: Path, tiny_model_bos: Path
+) -> None:
     tokenizer = load(str(tiny_model))[1]
     chain = checks.tool_prompts(tokenizer, "Once.")
     assert [call["arguments"]["lock"] for _, call in chain] == list(checks.LOCKS)
     rendered = [tokenizer.decode(ids) for ids, _ in chain]
     for number, prompt in enumerate(rendered):
         assert "Once." in prompt and "get_water_level" in prompt
-        for made in range(len(checks.LOCKS)):
-            assert (f"{1.5 + made / 4}" in prompt) == (made < number)
+        for n_earlier in range(len(checks.LOCKS)):
+            assert (f"{1.5 + n_earlier / 4}" in prompt) == (n_earlier < number)
     plain: Any = SimpleNamespace(has_chat_template=False)
     assert checks.tool_prompts(plain, "Once.") == []
 
 
-def test_tool_calls_are_read() -> None:
+def test_tool_calls_are_parsed_from_replies() -> None:
     plain: Any = SimpleNamespace(has_tool_calling=False)
     call = {"name": "get_water_level", "arguments": {"lock": "Harrow {Weir}", "unit": "metres"}}
     assert checks.tool_call_in(plain, f"Sure. {{x}} {json.dumps(call)} Done.") == call

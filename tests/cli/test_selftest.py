@@ -1,4 +1,4 @@
-"""The self-test on demand: the whole start, in this process, and nothing is left afterwards."""
+"""The `selftest` command: its checks, its output, and no traces afterwards."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ def test_all_checks_pass_and_leave_nothing_behind(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Also not in the user's own store."""
+    """Nothing is written to the user's own store."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    before, argv = _attributes(server), list(sys.argv)
+    before, argv = _attributes_of(server), list(sys.argv)
     assert command(["selftest", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["works"] and all(one["passed"] for one in report["findings"])
+    assert report["works"] and all(finding["passed"] for finding in report["findings"])
     names = ["mlx-lm", *(f"patch {patch.name}" for patch in PATCHES), "startup", "round trip"]
-    assert [one["name"] for one in report["findings"]] == names
+    assert [finding["name"] for finding in report["findings"]] == names
     compared = report["findings"][-1]["found"]
     assert compared.startswith("k8rv4r, group auto: sequences that were batched")
     assert report["findings"][0]["found"].startswith(versions.installed("mlx-lm"))
-    assert _attributes(server) == before and sys.argv == argv
+    assert _attributes_of(server) == before and sys.argv == argv
     assert list(tmp_path.rglob("*kvpersist*")) == []
 
 
-def _attributes(module: ModuleType) -> dict[str, Any]:
+def _attributes_of(module: ModuleType) -> dict[str, Any]:
     """Return a module's attributes, except Python's record of the warnings shown there."""
     return {name: value for name, value in vars(module).items() if name != "__warningregistry__"}
 
 
-def test_a_plugin_that_is_not_installed_fails_the_start() -> None:
+def test_startup_check_reports_a_missing_plugin() -> None:
     finding = tried("startup", lambda: selftest.check_startup(["--plugin", "nothing"]))
     assert not finding.passed and finding.found.startswith("no plugin named 'nothing'")
 
 
-def test_the_round_trip_is_that_of_the_precision_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_round_trip_uses_the_given_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault of the batch in full precision is found with 16 bits, and only then."""
     extract = FullPrecisionBatchKVCache.extract
 
@@ -67,12 +67,12 @@ def test_the_round_trip_is_that_of_the_precision_asked_for(monkeypatch: pytest.M
         selftest.check_numbers(["--kvpersist-kv-bits", "16"])
 
 
-def test_a_wrong_server_option_fails_the_start(server: ModuleType) -> None:
+def test_startup_check_reports_an_unknown_server_option(server: ModuleType) -> None:
     with pytest.raises(SelfTestFailed, match="unrecognized arguments: --no-such-option"):
         selftest.check_startup(["--no-such-option"])
 
 
-def test_nothing_of_the_table_is_cut_in_a_narrow_terminal(
+def test_table_is_not_truncated_in_a_narrow_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = "/a/long/path" * 12
@@ -82,12 +82,14 @@ def test_nothing_of_the_table_is_cut_in_a_narrow_terminal(
     for terminal in (True, False):
         monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal)
         assert command(["selftest"]) == 1
-        table, _, said = capsys.readouterr().out.partition("mlx_lm.server --plugin")
-        assert "…" not in table and table.count("/") == said.count("/") == path.count("/")
+        table, _, summary = capsys.readouterr().out.partition("mlx_lm.server --plugin")
+        assert "…" not in table and table.count("/") == summary.count("/") == path.count("/")
 
 
 @pytest.mark.parametrize("hook", ["init", "add_options", "configure"])
-def test_what_fails_in_a_plugin_fails_the_start(environment: Environment, hook: str) -> None:
+def test_an_error_in_a_plugins_hook_fails_the_startup_check(
+    environment: Environment, hook: str
+) -> None:
     selftest = ("python", "-m", "mlx_lm_kvpersist", "selftest", "--json")
     done = environment.run_forked(*selftest, "--", "--plugin", "failing", env={"FAIL_IN": hook})
     assert done.returncode == 1
@@ -96,7 +98,7 @@ def test_what_fails_in_a_plugin_fails_the_start(environment: Environment, hook: 
     assert finding["found"] == "RuntimeError: a fault of the plugin"
 
 
-def test_the_plugin_is_started_and_shut_down(environment: Environment) -> None:
+def test_selftest_configures_and_shuts_down_the_plugin(environment: Environment) -> None:
     record = environment.folder / "selftest.json"
     done = environment.run_forked(
         *("python", "-m", "mlx_lm_kvpersist", "selftest"),
@@ -108,10 +110,10 @@ def test_the_plugin_is_started_and_shut_down(environment: Environment) -> None:
     assert calls == [["configure", ["echo"]], ["shutdown"]]
 
 
-def test_the_page_of_a_machine_has_every_kernel(
+def test_machine_report_has_a_time_for_every_kernel(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Real arithmetic at small sizes: attention is right, and each call has a time and a size."""
+    """At small sizes: attention is correct, and each call has a time and a size."""
     monkeypatch.setattr(selftest, "run_selftest", lambda options: [])
     monkeypatch.setattr(selftest, "HEADS", {80: 32})
     monkeypatch.setattr(selftest, "BITS", (4, 6))
@@ -125,7 +127,7 @@ def test_the_page_of_a_machine_has_every_kernel(
     assert "ok    eight writes, each after a read: " in page
 
 
-def test_a_wrong_kernel_is_named_and_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_check_names_wrong_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     product = mx.quantized_matmul
 
     def wrong_for_six_bits(*args: Any, **options: Any) -> mx.array:

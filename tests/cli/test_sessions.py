@@ -1,4 +1,4 @@
-"""sessions list, show, rm, pin, unpin: their output and the store afterwards."""
+"""sessions list, show, rename, rm and pin: their output, and the store afterwards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.store_files import block_path, checkpoint_path
 from .conftest import HEAD, WEIRD_NAME, CommandLine, block_files, checkpoint_files, fill
 
 
-def test_list(run: CommandLine) -> None:
+def test_list_shows_sizes_and_precision_of_sessions(run: CommandLine) -> None:
     sessions = run.json("sessions", "list")["sessions"]
     assert [session["name"] for session in sessions] == ["last", None, "first"]
     last = sessions[0]
@@ -38,7 +38,7 @@ def test_list(run: CommandLine) -> None:
     assert last["id"] in run.out and "keys 4 bits, values 4" in run.out
 
 
-def test_list_an_empty_store(run: CommandLine, tmp_path: Path) -> None:
+def test_list_of_an_empty_store(run: CommandLine, tmp_path: Path) -> None:
     fill(tmp_path / "empty", {})
     empty = run.at(tmp_path / "empty")
     assert empty("sessions", "list") == 0 and "no sessions" in empty.out
@@ -50,7 +50,7 @@ LONG_NAME = "refactor the parser of the front end, second attempt, branch of Tue
 
 @pytest.fixture
 def varied(run: CommandLine) -> CommandLine:
-    """Sessions that have a title, first words, a name that is an id, a long name, a wide name."""
+    """Sessions with a title or first words; some names are an id, long, wide or unprintable."""
     fill(
         run.folder,
         {
@@ -73,24 +73,28 @@ def varied(run: CommandLine) -> CommandLine:
 def test_the_list_fits_the_terminal(varied: CommandLine, columns: int) -> None:
     head, *lines = varied.in_terminal(columns, "sessions", "list")
     assert head.split() == ["id", "session", "tokens", "size", "used"]
-    ids = [one["id"] for one in varied.json("sessions", "list")["sessions"]]
+    ids = [session["id"] for session in varied.json("sessions", "list")["sessions"]]
     assert [line.split()[0] for line in lines] == ids
     assert max(map(cell_len, lines)) <= columns
     (pinned,) = (line for line in lines if line.endswith("pinned"))
     assert "refa" in pinned and "day " in pinned
     assert ("…" in pinned) == (LONG_NAME not in pinned) == (columns < 200)
     assert sum("The parser" in line for line in lines) == 1
-    assert sum("words of it" in line for line in lines) == 2  # named by an id, and unnamed
+    assert (
+        sum("words of it" in line for line in lines) == 2
+    )  # of the session named by an id, and of the unnamed session
     assert all(" now" in line for line in lines)
 
 
 def test_the_list_in_a_pipe_is_tab_separated(varied: CommandLine) -> None:
     assert varied("sessions", "list") == 0
     rows = [line.split("\t") for line in varied.out.splitlines()]
-    found = varied.json("sessions", "list")["sessions"]
-    assert {(one["client"], one["words"]) for one in found} == {("an editor", "words of it")}
-    assert {len(row) for row in rows} == {len(rows[0])} and len(rows) == len(found) + 1
-    for row, session in zip(rows[1:], found, strict=True):
+    sessions = varied.json("sessions", "list")["sessions"]
+    assert {(session["client"], session["words"]) for session in sessions} == {
+        ("an editor", "words of it")
+    }
+    assert {len(row) for row in rows} == {len(rows[0])} and len(rows) == len(sessions) + 1
+    for row, session in zip(rows[1:], sessions, strict=True):
         fields = dict(zip(rows[0], row, strict=True))
         for name in ("id", "used", "title", "client", "words"):
             assert fields[name] == (session[name] or "")
@@ -102,30 +106,32 @@ def test_the_list_in_a_pipe_is_tab_separated(varied: CommandLine) -> None:
 @pytest.mark.parametrize(
     ("sort", "key", "is_falling"),
     [
-        ("size", lambda one: one["bytes"], True),
-        ("tokens", lambda one: one["tokens"], True),
-        ("used", lambda one: one["used"], True),
-        ("name", lambda one: one["title"] or "words of it", False),
+        ("size", lambda session: session["bytes"], True),
+        ("tokens", lambda session: session["tokens"], True),
+        ("used", lambda session: session["used"], True),
+        ("name", lambda session: session["title"] or "words of it", False),
     ],
 )
-def test_the_list_is_sorted(
+def test_list_sorts_and_limits_sessions(
     run: CommandLine, sort: str, key: Callable[[Any], Any], is_falling: bool
 ) -> None:
     with closing(Index(run.folder / "index.sqlite")) as index:
         for n, session in enumerate(index.sessions()):
             index.put_session(replace(session, used=session.used - 100 * n))
             index.state.add_note(session.id, title=("b", "C", "a")[n])
-    found = run.json("sessions", "list", "--sort", sort)["sessions"]
-    keys = [str(key(one)).casefold() if sort == "name" else key(one) for one in found]
+    sessions = run.json("sessions", "list", "--sort", sort)["sessions"]
+    keys = [
+        str(key(session)).casefold() if sort == "name" else key(session) for session in sessions
+    ]
     assert keys == sorted(keys, reverse=is_falling) and len(set(keys)) > 1
     (first,) = run.json("sessions", "list", "--sort", sort, "--limit", "1")["sessions"]
-    assert first == found[0]
+    assert first == sessions[0]
     *_, more = run.in_terminal(80, "sessions", "list", "--sort", sort, "--limit", "1")
     assert more == "… and 2 more sessions"
 
 
 @pytest.mark.parametrize("limit", ["0", "-1", "x", "1.5", "\u0663"])
-def test_a_limit_is_a_number(
+def test_list_refuses_an_invalid_limit(
     run: CommandLine, limit: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
@@ -134,17 +140,17 @@ def test_a_limit_is_a_number(
     assert "is not a count; write for example 20" in run.err
 
 
-def test_the_list_finds_what_it_shows(varied: CommandLine) -> None:
+def test_list_filters_by_name_title_first_words_and_id(varied: CommandLine) -> None:
     for text, n_found in (("PARSER", 2), ("first", 1), ("tuesday", 1), ("words of it", 7)):
         assert len(varied.json("sessions", "list", text)["sessions"]) == n_found
     session_id = varied.ids()["last"]
-    (found,) = varied.json("sessions", "list", session_id[2:])["sessions"]
-    assert found["id"] == session_id
+    (session,) = varied.json("sessions", "list", session_id[2:])["sessions"]
+    assert session["id"] == session_id
     assert varied("sessions", "list", "nowhere") == 0
     assert "no sessions with nowhere in the name, the title, the first words" in varied.out
 
 
-def test_a_change_names_the_session_as_the_list_does(varied: CommandLine) -> None:
+def test_commands_name_a_session_by_title_or_first_words(varied: CommandLine) -> None:
     titled, unnamed = varied.ids()["first"], varied.ids()[None]
     assert varied("sessions", "pin", titled) == 0
     assert f"{titled}  The parser  is pinned" in varied.out
@@ -168,13 +174,13 @@ def test_rename_gives_a_title(run: CommandLine) -> None:
     assert "no session" in run.error("sessions", "rename", "nobody", "x")
 
 
-def test_the_end_of_a_text_is_shown_from_its_end() -> None:
+def test_shortened_text_keeps_its_beginning_or_its_end() -> None:
     assert shown_in_line("first\nlast", 6) == "first…"
     assert shown_in_line("first\nlast", 6, is_end=True) == "…nlast"
     assert shown_in_line("a\nb", 6, is_end=True) == "a\\nb"
 
 
-def test_show(run: CommandLine) -> None:
+def test_show_prints_the_chain_and_text_of_a_session(run: CommandLine) -> None:
     shown = run.json("sessions", "show", "last")
     nodes = chain(HEAD, [30], [31], [32])
     assert [block["key"] for block in shown["chain"]] == [node.key.hex() for node in nodes]
@@ -196,7 +202,7 @@ def test_weird_names_are_escaped_and_shortened(run: CommandLine) -> None:
     assert not any("passwd" in name for name in files)
 
 
-def test_rm_leaves_what_others_need(run: CommandLine) -> None:
+def test_rm_keeps_blocks_of_other_sessions(run: CommandLine) -> None:
     head, *own = chain(HEAD, [30], [31], [32])
     done = run.json("sessions", "rm", "last")
     assert [session["name"] for session in done["removed"]] == ["last"] and done["blocks"] == 3
@@ -208,13 +214,13 @@ def test_rm_leaves_what_others_need(run: CommandLine) -> None:
     assert run.json("store", "verify")["ok"]
 
 
-def test_rm_keeps_a_session_that_ends_on_the_way(run: CommandLine) -> None:
+def test_rm_keeps_a_session_inside_the_removed_chain(run: CommandLine) -> None:
     fill(run.folder, {"longer": chain(HEAD, [10], [11], [12])})
     assert run.json("sessions", "rm", "longer")["blocks"] == 1
     assert run.json("sessions", "show", "first")["blocks"] == 3
 
 
-def test_rm_leaves_no_text_behind(run: CommandLine) -> None:
+def test_rm_leaves_no_text_in_any_file(run: CommandLine) -> None:
     secret = 123456789
     fill(run.folder, {"secret": chain([secret], [5])})
 
@@ -227,7 +233,7 @@ def test_rm_leaves_no_text_behind(run: CommandLine) -> None:
     assert traces() == []
 
 
-def test_rm_all_wants_yes(run: CommandLine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rm_all_requires_yes(run: CommandLine, capsys: pytest.CaptureFixture[str]) -> None:
     for argv in (["--all"], [], ["--all", "--yes", "first"]):
         with pytest.raises(SystemExit) as end:
             run("sessions", "rm", *argv)
@@ -238,47 +244,47 @@ def test_rm_all_wants_yes(run: CommandLine, capsys: pytest.CaptureFixture[str]) 
     assert run.ids() == {} and block_files(run.folder) == {}
 
 
-def test_rm_removes_all_or_none(run: CommandLine) -> None:
+def test_rm_with_an_unknown_name_removes_nothing(run: CommandLine) -> None:
     message = run.error("sessions", "rm", "first", "nobody")
     assert "no session has the name or the title nobody, " in message
     assert "first words are not names" in message
     assert len(run.ids()) == 3
 
 
-def test_a_name_of_several_branches(run: CommandLine) -> None:
+def test_rm_refuses_a_name_of_several_branches(run: CommandLine) -> None:
     fill(run.folder, {"first": chain(HEAD, [40])})
     sessions = run.json("sessions", "list")["sessions"]
     ids = [session["id"] for session in sessions if session["name"] == "first"]
-    said = run.error("sessions", "rm", "first")
-    assert "2 branches" in said and all(session_id in said for session_id in ids)
+    error = run.error("sessions", "rm", "first")
+    assert "2 branches" in error and all(session_id in error for session_id in ids)
     assert run("sessions", "rm", ids[0]) == 0
     assert run("sessions", "rm", "first") == 0
 
 
-def test_an_id_comes_before_a_name(run: CommandLine) -> None:
-    victim = run.ids()["first"]
-    fill(run.folder, {victim: chain([99])})
-    assert run.json("sessions", "show", victim)["name"] == "first"
+def test_an_id_is_preferred_to_an_equal_name(run: CommandLine) -> None:
+    session_id = run.ids()["first"]
+    fill(run.folder, {session_id: chain([99])})
+    assert run.json("sessions", "show", session_id)["name"] == "first"
 
 
 @pytest.mark.parametrize("side", [slice(None, 1), slice(-1, None)], ids=["beginning", "end"])
-def test_an_ambiguous_part_of_an_id(run: CommandLine, side: slice) -> None:
+def test_show_refuses_an_ambiguous_part_of_an_id(run: CommandLine, side: slice) -> None:
     for number in range(40):
         fill(run.folder, {f"n{number}": chain([1000 + number])})
     ids = list(run.ids().values())
-    part = next(i[side] for i in ids if sum(other[side] == i[side] for other in ids) > 1)
-    assert "ids begin or end with" in run.error("sessions", "show", part)
+    id_part = next(i[side] for i in ids if sum(other[side] == i[side] for other in ids) > 1)
+    assert "ids begin or end with" in run.error("sessions", "show", id_part)
 
 
-def test_either_side_of_an_id_is_enough(run: CommandLine) -> None:
+def test_a_session_is_found_by_either_end_of_its_id(run: CommandLine) -> None:
     for session_id in run.ids().values():
-        for part in (session_id[:10], session_id[-10:]):
-            assert run.json("sessions", "show", part)["id"] == session_id
-        said = run.error("sessions", "show", session_id[3:-3])
-        assert "or an id that begins or ends with it" in said
+        for id_part in (session_id[:10], session_id[-10:]):
+            assert run.json("sessions", "show", id_part)["id"] == session_id
+        error = run.error("sessions", "show", session_id[3:-3])
+        assert "or an id that begins or ends with it" in error
 
 
-def test_pin_outlives_gc_and_rebuild(run: CommandLine) -> None:
+def test_pins_survive_gc_and_rebuild(run: CommandLine) -> None:
     nameless = run.ids()[None]
     assert run.json("sessions", "pin", "first")["pinned"]
     assert run("sessions", "pin", nameless) == 0 and "is pinned" in run.out
@@ -313,28 +319,28 @@ def test_pin_outlives_gc_and_rebuild(run: CommandLine) -> None:
     ],
     ids=" ".join,
 )
-def test_a_store_that_is_not_there_is_not_made(
+def test_commands_do_not_create_a_missing_store(
     run: CommandLine, tmp_path: Path, argv: list[str]
 ) -> None:
     missing = run.at(tmp_path / "no where")
-    said = missing.error(*argv)
-    assert "there is no store" in said and "start the server first: mlx_lm.server " in said
-    assert f"--kvpersist-dir '{missing.folder}';" in said
+    error = missing.error(*argv)
+    assert "there is no store" in error and "start the server first: mlx_lm.server " in error
+    assert f"--kvpersist-dir '{missing.folder}';" in error
     assert not missing.folder.exists()
     other = run.at(tmp_path / "other")
     other.folder.mkdir()
-    said = other.error(*argv)
-    assert "holds no store" in said and f"--kvpersist-dir {other.folder};" in said
+    error = other.error(*argv)
+    assert "holds no store" in error and f"--kvpersist-dir {other.folder};" in error
     assert list(other.folder.iterdir()) == []
 
 
-def test_a_missing_index_is_named(run: CommandLine) -> None:
+def test_list_reports_a_missing_index(run: CommandLine) -> None:
     (run.folder / "index.sqlite").unlink()
     assert "store rebuild" in run.error("sessions", "list")
     assert not (run.folder / "index.sqlite").exists()
 
 
-def test_beside_a_store_in_use_by_another_process(run: CommandLine) -> None:
+def test_commands_change_a_store_that_another_process_uses(run: CommandLine) -> None:
     program = f"""
 import sys
 from pathlib import Path
@@ -374,7 +380,7 @@ store.close()
     assert run.json("store", "verify")["ok"]
 
 
-def test_as_a_program(run: CommandLine) -> None:
+def test_the_module_runs_as_a_program(run: CommandLine) -> None:
     done = subprocess.run(
         [
             sys.executable, "-m", "mlx_lm_kvpersist",
@@ -386,7 +392,7 @@ def test_as_a_program(run: CommandLine) -> None:
 
 
 @pytest.mark.usefixtures("with_checkpoints")
-def test_sessions_with_checkpoints(run: CommandLine) -> None:
+def test_list_and_show_count_checkpoints(run: CommandLine) -> None:
     listed = {session["name"]: session for session in run.json("sessions", "list")["sessions"]}
     nodes = chain(HEAD, [30], [31], [32])
     checkpoints = [window(nodes[0]), state(nodes[3]), window(nodes[3])]
@@ -404,13 +410,13 @@ def test_sessions_with_checkpoints(run: CommandLine) -> None:
     assert [checkpoint["key"] for checkpoint in shown[3]["checkpoints"]] == [
         checkpoint.key.hex() for checkpoint in checkpoints[1:]
     ]
-    assert [one["tokens"] for one in shown[0]["checkpoints"]] == [3]
+    assert [checkpoint["tokens"] for checkpoint in shown[0]["checkpoints"]] == [3]
     assert run("sessions", "show", "last") == 0
     assert re.search(r"checkpoints +3\b", run.out) and "state, window-512" in run.out
 
 
 @pytest.mark.usefixtures("with_checkpoints")
-def test_rm_takes_checkpoints_along(run: CommandLine) -> None:
+def test_rm_removes_the_sessions_own_checkpoints(run: CommandLine) -> None:
     shared = window(chain(HEAD)[0])
     done = run.json("sessions", "rm", "last")
     assert (done["blocks"], done["checkpoints"]) == (3, 2)
@@ -419,7 +425,7 @@ def test_rm_takes_checkpoints_along(run: CommandLine) -> None:
     assert checkpoint_files(run.folder) == {} and run.json("store", "verify")["ok"]
 
 
-def test_rm_says_that_text_is_left_while_another_program_reads(
+def test_rm_warns_of_text_kept_for_another_reader(
     run: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SQLite cannot overwrite pages that a reader may still need."""

@@ -1,4 +1,4 @@
-"""store map: every byte is in one part, every session ends in one, and a drawing stays small."""
+"""store map: each byte is in one part, each session ends in one part, the drawing is short."""
 
 from __future__ import annotations
 
@@ -27,39 +27,41 @@ def lines_with(run: CommandLine, *words: str) -> list[str]:
     return [line for line in drawn(run) if all(word in line for word in words)]
 
 
-def way(parts: list[dict[str, Any]], part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+def chain_of(parts: list[dict[str, Any]], part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
     """Yield a part, and the parts that it continues."""
     while part is not None:
         yield part
-        above = part["goes_on_from"]
-        part = None if above is None else parts[above]
+        parent = part["goes_on_from"]
+        part = None if parent is None else parts[parent]
 
 
-def test_parts_add_up(run: CommandLine, with_checkpoints: Path) -> None:
-    found = run.json("store", "map")
-    parts = found["parts"]
+def test_parts_sum_to_the_sizes_of_store_and_sessions(
+    run: CommandLine, with_checkpoints: Path
+) -> None:
+    store_map = run.json("store", "map")
+    parts = store_map["parts"]
     files = {**block_files(run.folder), **checkpoint_files(run.folder)}
-    assert found["bytes"] == sum(map(len, files.values())) > 0
-    assert sum(part["bytes"] for part in parts) == found["bytes"]
-    assert found["bytes_by_age"]["1 hour"] == found["bytes"]
+    assert store_map["bytes"] == sum(map(len, files.values())) > 0
+    assert sum(part["bytes"] for part in parts) == store_map["bytes"]
+    assert store_map["bytes_by_age"]["1 hour"] == store_map["bytes"]
     with closing(sqlite3.connect(run.folder / "index.sqlite")) as db, db:
-        # A use marks only the ends of chains; it counts for the blocks before them, too.
+        # A use updates only the time of the last block, but counts for all blocks of the chain_parts.
         db.execute("UPDATE blocks SET used = used - 9e9 WHERE n_children > 0")
-    assert run.json("store", "map")["bytes_by_age"]["1 hour"] == found["bytes"]
+    assert run.json("store", "map")["bytes_by_age"]["1 hour"] == store_map["bytes"]
     (shared,) = (part for part in parts if part["shared_by"] > 1)
     assert (shared["shared_by"], shared["tokens"], shared["goes_on_from"]) == (3, len(HEAD), None)
     assert shared["words"] == "<1><2><3>" and shared["sessions"] == []
-    sessions = {one["id"]: part for part in parts for one in part["sessions"]}
+    sessions = {session["id"]: part for part in parts for session in part["sessions"]}
     listed = run.json("sessions", "list")["sessions"]
-    assert sessions.keys() == {one["id"] for one in listed}
-    for one in listed:
-        on_it = list(way(parts, sessions[one["id"]]))
-        assert on_it[-1] is shared
+    assert sessions.keys() == {session["id"] for session in listed}
+    for session in listed:
+        chain_parts = list(chain_of(parts, sessions[session["id"]]))
+        assert chain_parts[-1] is shared
         for field in ("tokens", "bytes", "blocks"):
-            assert sum(part[field] for part in on_it) == one[field], field
+            assert sum(part[field] for part in chain_parts) == session[field], field
 
 
-def test_it_is_drawn(run: CommandLine) -> None:
+def test_map_draws_parts_sessions_and_ages(run: CommandLine) -> None:
     first, *_ = drawn(run)
     assert str(run.folder) in first and first.endswith("in 3 sessions")
     (shared,) = lines_with(run, "shared by 3, 3 tokens")
@@ -69,8 +71,8 @@ def test_it_is_drawn(run: CommandLine) -> None:
     assert lines_with(run, "1 hour", "█" * 20) and lines_with(run, "└ ")
 
 
-def test_sessions_within_others_and_none(run: CommandLine) -> None:
-    """One ends where another continues, two end at the same block, and one is removed."""
+def test_map_of_nested_equal_and_removed_sessions(run: CommandLine) -> None:
+    """One session ends inside others, two end at the same block, and one is removed."""
     fill(run.folder, {"short": chain(HEAD), "again": chain(HEAD, [10], [11])})
     with sqlite3.connect(run.folder / "index.sqlite") as db:
         db.execute("DELETE FROM sessions WHERE name = 'last'")
@@ -78,7 +80,7 @@ def test_sessions_within_others_and_none(run: CommandLine) -> None:
     db.close()
     parts = run.json("store", "map")["parts"]
     by_names = {
-        tuple(sorted(one["name"] or "" for one in part["sessions"])): part for part in parts
+        tuple(sorted(session["name"] or "" for session in part["sessions"])): part for part in parts
     }
     assert by_names["short",]["shared_by"] == 4 and by_names["again", "first"]["shared_by"] == 2
     assert by_names["again", "first"]["goes_on_from"] == by_names["short",]["part"]
@@ -87,13 +89,13 @@ def test_sessions_within_others_and_none(run: CommandLine) -> None:
     assert lines_with(run, "again and 1 more", "1 d", "▒")
 
 
-def test_many_sessions_are_summed_up(run: CommandLine) -> None:
+def test_map_summarizes_many_sessions(run: CommandLine) -> None:
     with closing(Index(run.folder / "index.sqlite")) as index:
-        one = index.sessions()[0]
+        session = index.sessions()[0]
         for n in range(600):
             (node,) = chain([n, 1])
             index.add_blocks(ROOT, [(node, 1000 + n)])
-            index.put_session(replace(one, id=f"{n:08x}", name=f"talk {n}", leaf=node.key))
+            index.put_session(replace(session, id=f"{n:08x}", name=f"talk {n}", leaf=node.key))
     lines = drawn(run)
     assert len(lines) < 60
     (more,) = (line for line in lines if "… and" in line)
@@ -102,8 +104,8 @@ def test_many_sessions_are_summed_up(run: CommandLine) -> None:
     assert len(run.json("store", "map")["parts"]) == 604
 
 
-def test_a_session_is_called_what_people_call_it(run: CommandLine) -> None:
-    """A name for programs gives way to the first words, and both to a title."""
+def test_map_names_sessions_by_title_name_or_first_words(run: CommandLine) -> None:
+    """First words replace a generated or missing name, and a title replaces any name."""
     session_id = "386d61b8-91d0-4b5c-a1ce-9f4f8ad9ce11"
     fill(run.folder, {session_id: chain(HEAD, [50])})
     with closing(Index(run.folder / "index.sqlite")) as index:
@@ -116,7 +118,7 @@ def test_a_session_is_called_what_people_call_it(run: CommandLine) -> None:
     assert not lines_with(run, session_id) and not lines_with(run, "words of last")
 
 
-def test_long_words_end_with_an_ellipsis(run: CommandLine) -> None:
+def test_long_first_words_end_with_an_ellipsis(run: CommandLine) -> None:
     head = list(range(100, 150))
     fill(run.folder, {"one": chain(head, [50]), "other": chain(head, [51])})
     words = "".join(f"<{n}>" for n in head)[:59] + "…"
@@ -124,14 +126,14 @@ def test_long_words_end_with_an_ellipsis(run: CommandLine) -> None:
     assert any(f'"{words}"' in line for line in run.in_terminal(200, "store", "map"))
 
 
-def test_names_are_no_markup(run: CommandLine) -> None:
+def test_session_names_are_not_read_as_markup(run: CommandLine) -> None:
     fill(run.folder, {WEIRD_NAME: chain(HEAD, [50])})
     lines = run.in_terminal(200, "store", "map")
     assert any("../../etc/passwd\\x00\\n[red]\\u202e🦜" in line for line in lines)
 
 
 @pytest.mark.parametrize("columns", [None, 70, 120])
-def test_it_fits_the_terminal_and_80_columns_in_a_pipe(
+def test_map_fits_the_terminal_or_80_columns_in_a_pipe(
     run: CommandLine, columns: int | None
 ) -> None:
     long_name = "refactor the parser of the front end, second attempt, branch of Tuesday"
@@ -151,14 +153,14 @@ def test_it_fits_the_terminal_and_80_columns_in_a_pipe(
     assert all(line.count("█") in (0, *range(1, 21)) for line in lines)
 
 
-def test_an_empty_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_map_of_an_empty_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = CommandLine(tmp_path / "empty", capsys)
     fill(run.folder, {})
     assert drawn(run) == [f"{run.folder}: 0 B in 0 sessions"]
     assert run.json("store", "map")["parts"] == []
 
 
-def test_a_damaged_index_is_one_line(run: CommandLine) -> None:
+def test_map_reports_a_damaged_index_in_one_line(run: CommandLine) -> None:
     path = run.folder / "index.sqlite"
     with sqlite3.connect(path) as db:
         query = "SELECT rootpage FROM sqlite_master WHERE name = 'blocks'"
@@ -172,8 +174,8 @@ def test_a_damaged_index_is_one_line(run: CommandLine) -> None:
     assert "store rebuild" in run.error("store", "map")
 
 
-def test_a_row_that_lies_about_its_place(run: CommandLine) -> None:
-    """Blocks in a circle, and one before its parent."""
+def test_map_draws_blocks_with_a_wrong_parent_and_start(run: CommandLine) -> None:
+    """Two blocks are parents of each other, and one begins before its parent."""
     a, b, c = chain(HEAD, [30], [31])
     with sqlite3.connect(run.folder / "index.sqlite") as db:
         db.execute("UPDATE blocks SET parent = ? WHERE key = ?", (c.key, b.key))
