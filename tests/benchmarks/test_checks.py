@@ -1,4 +1,4 @@
-"""A server that does not do what its side's name says ends the run."""
+"""A benchmark run ends if a server does not behave as its side requires."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ MEASURED: dict[str, Callable[[Run], None]] = {
 }
 
 
-def test_every_benchmark_is_tried_here() -> None:
+def test_these_tests_cover_every_benchmark() -> None:
     assert MEASURED.keys() == STEPS.keys() - {"store"}, "the store is measured without a server"
 
 
-def test_a_precision_that_the_side_names_passes() -> None:
+def test_the_precision_of_a_side_passes() -> None:
     check_kept("ours", SPEC, "k8v4")
     full = {**GROUP, "bits": None}
     check_kept("ours-16", {**SPEC, "groups": [full]}, "16")
@@ -73,12 +73,12 @@ def test_a_precision_that_the_side_names_passes() -> None:
         pytest.param("k8v4", [], id="no layer"),
     ],
 )
-def test_another_precision_ends_the_run(bits: str, groups: list[dict[str, Any]]) -> None:
+def test_an_unexpected_precision_ends_the_run(bits: str, groups: list[dict[str, Any]]) -> None:
     with pytest.raises(WrongMeasurement, match="the run ends: ours stores"):
         check_kept("ours", {**SPEC, "groups": groups}, bits)
 
 
-def test_a_model_that_is_not_kept_ends_the_run() -> None:
+def test_a_refused_model_ends_the_run() -> None:
     with pytest.raises(WrongMeasurement, match="refuses the model: layer 0"):
         check_kept("ours", {"kept": False, "why_not": "layer 0 has a LayerCache"}, "k8v4")
 
@@ -124,7 +124,7 @@ def test_an_expected_outcome_passes(
         (reused(900), 0, None, "at least 900 expected"),
     ],
 )
-def test_another_outcome_ends_the_run(
+def test_an_unexpected_outcome_ends_the_run(
     expected: Expected, n_reused: int, outcome: dict[str, str] | None, problem: str
 ) -> None:
     with pytest.raises(WrongMeasurement, match=f"^the run ends: on the side ours, .*{problem}"):
@@ -133,9 +133,9 @@ def test_another_outcome_ends_the_run(
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Let no process start. Servers answer with these JSON texts and outcomes, by path and prompt.
+    """Start no processes: servers answer with JSON by path, and with the outcome "measured".
 
-    The prompt that warms a server up is always served as expected.
+    The warm-up prompt always has the expected outcome.
     """
     answers = {SPEC_PATH: json.dumps(SPEC), "measured": "outcome=MISS; tier=cold"}
     stats = {"store": {"tiers": {"disk": {"written_bytes": 0}}, "turns_saved": 0}}
@@ -147,7 +147,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
             answer = json.dumps({**SPEC, "groups": [{**GROUP, "bits": None}]})
         return 200, {}, answer.encode()
 
-    def chat(self: BenchmarkServer, messages: list[Message], **named: Any) -> Reply:
+    def chat(self: BenchmarkServer, messages: list[Message], **options: Any) -> Reply:
         is_warm_up = messages[0]["content"].startswith("Warm up")
         outcome = "outcome=MISS; tier=cold" if is_warm_up else answers["measured"]
         usage = {"prompt_tokens": 100, "completion_tokens": 2}
@@ -168,7 +168,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return answers
 
 
-def test_settle_waits_for_the_queue_and_for_the_bytes(
+def test_settle_waits_until_nothing_is_queued_or_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stats(tasks: int, written: int) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def test_a_refused_model_ends_every_benchmark(name: str, run: Run, answers: dict
 
 
 @EVERY_BENCHMARK
-def test_another_precision_ends_every_benchmark(
+def test_an_unexpected_precision_ends_every_benchmark(
     name: str, run: Run, answers: dict[str, str]
 ) -> None:
     answers[SPEC_PATH] = json.dumps({**SPEC, "groups": [{**GROUP, "bits": None}]})
@@ -203,7 +203,7 @@ def test_another_precision_ends_every_benchmark(
 
 @EVERY_BENCHMARK
 @pytest.mark.parametrize("outcome", ["outcome=STOCK; tier=cold", ""], ids=["stock", "none"])
-def test_a_request_served_as_stock_does_ends_every_benchmark(
+def test_a_request_served_without_the_plugin_ends_every_benchmark(
     name: str, outcome: str, run: Run, answers: dict[str, str]
 ) -> None:
     answers["measured"] = outcome
@@ -215,12 +215,12 @@ def test_a_request_served_as_stock_does_ends_every_benchmark(
 def test_a_prompt_that_is_not_reused_ends_the_run(
     name: str, run: Run, answers: dict[str, str]
 ) -> None:
-    """All prompts are served as new prompts: the second request of a conversation is wrong."""
+    """All prompts get the outcome of a new prompt, which is wrong for a second request."""
     with pytest.raises(WrongMeasurement, match="tokens were reused, at least"):
         MEASURED[name](run)
 
 
-def test_the_outcome_of_an_early_stream_is_read_from_the_records(
+def test_a_pending_outcome_is_read_from_the_request_records(
     run: Run, answers: dict[str, str], tmp_path: Path
 ) -> None:
     server = BenchmarkServer(run.model.path, SIDES[OURS], tmp_path)
@@ -235,10 +235,10 @@ def test_the_outcome_of_an_early_stream_is_read_from_the_records(
 
 
 @pytest.mark.parametrize("name", ["ttft", "decode", "together", "start"])
-def test_before_takes_its_turns(
+def test_before_is_measured_as_often_as_ours(
     name: str, run: Run, answers: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`before` has as many samples of each row as `ours`, and none unless it is asked for."""
+    """`before` has as many samples of each row as `ours`; without --before it has none."""
 
     def ask(server: BenchmarkServer, messages: list[Message], *_: Any) -> Reply:
         usage = {"prompt_tokens": 100, "prompt_tokens_details": {"cached_tokens": 900}}
@@ -249,16 +249,16 @@ def test_before_takes_its_turns(
     monkeypatch.setattr(decode, "_measure_memory", lambda *_: None)
     added: list[tuple[str, str]] = []
     monkeypatch.setattr(
-        run.report, "add", lambda question, what, side, unit, value: added.append((what, side))
+        run.report, "add", lambda question, row, side, unit, value: added.append((row, side))
     )
     MEASURED[name](run)
-    without = [what for what, side in added if side == OURS]
-    assert without and BEFORE not in {side for _, side in added}
+    our_rows = [row for row, side in added if side == OURS]
+    assert our_rows and BEFORE not in {side for _, side in added}
     added.clear()
     run.before = before_side(REPOSITORY)
     MEASURED[name](run)
     for side in (OURS, BEFORE):
-        assert [what for what, each in added if each == side] == without
+        assert [row for row, row_side in added if row_side == side] == our_rows
 
 
 def shared_stats(n_waiting: int) -> str:
@@ -266,7 +266,7 @@ def shared_stats(n_waiting: int) -> str:
     return json.dumps({"store": {"tiers": tiers, "turns_saved": 0, "queue": {"tasks": 0}}})
 
 
-def test_a_prompt_that_is_not_read_from_the_shared_store_ends_the_run(
+def test_a_prompt_missing_from_the_shared_store_ends_the_run(
     run: Run, answers: dict[str, str]
 ) -> None:
     """The server with the shared store computes the prompt."""
@@ -275,7 +275,7 @@ def test_a_prompt_that_is_not_read_from_the_shared_store_ends_the_run(
         shared.measure(run, "folder", "/shared", [run.prompts.of_length(512, 1)])
 
 
-def test_blocks_that_wait_to_be_put_are_waited_for(
+def test_the_run_waits_until_all_blocks_are_put(
     run: Run, answers: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers[STATS_PATH] = shared_stats(1)
@@ -288,26 +288,26 @@ def test_only_ours_has_the_shared_store(
     run: Run, answers: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One server puts all prompts. Then `ours` and `computed` take turns."""
-    asked: list[tuple[str, bool, str | None]] = []
+    requests: list[tuple[str, bool, str | None]] = []
 
     def ask(server: BenchmarkServer, messages: list[Message], n: int, expected: Expected) -> Reply:
         if not messages[0]["content"].startswith("Warm up"):
             has_shared = "/shared" in server.side.flags
-            asked.append((server.side.name, has_shared, expected.tier))
+            requests.append((server.side.name, has_shared, expected.tier))
         return Reply("a", "length", {}, {}, 0.1, 0.1, {})
 
     monkeypatch.setattr(BenchmarkServer, "ask", ask)
     answers[STATS_PATH] = shared_stats(0)
     shared.measure(run, "folder", "/shared", [run.prompts.of_length(512, n) for n in (1, 2)])
     put, ours, computed = (OURS, True, None), (OURS, True, "shared"), (shared.COMPUTED, False, None)
-    assert asked == [put, put, ours, computed, computed, ours]
+    assert requests == [put, put, ours, computed, computed, ours]
     rows = {(row["what"], row["side"]): row["values"] for row in run.report.content["samples"]}
     assert rows["folder", OURS] == rows["folder", shared.COMPUTED] == [0.1, 0.1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("problem", ["refuses the model", "stores layers in full precision"])
-def test_a_real_model_that_is_refused_ends_the_run(
+def test_a_real_server_with_an_unsuitable_model_ends_the_run(
     problem: str, tmp_path: Path, report: Report
 ) -> None:
     if problem == "refuses the model":

@@ -1,4 +1,4 @@
-"""Prompts have the length that a benchmark's table says, whatever the tokenizer."""
+"""Prompts have exactly the requested length, with every tokenizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from tests.support import Reply
 
 
 @pytest.mark.parametrize("fixture", ["tiny_model", "tiny_model_bos", "tiny_model_spm"])
-def test_lengths_are_exact(fixture: str, request: pytest.FixtureRequest) -> None:
+def test_prompts_have_exactly_the_requested_length(
+    fixture: str, request: pytest.FixtureRequest
+) -> None:
     model: Path = request.getfixturevalue(fixture)
     tokenizer = load_tokenizer(model)
     prompts = Prompts(tokenizer)
@@ -23,21 +25,21 @@ def test_lengths_are_exact(fixture: str, request: pytest.FixtureRequest) -> None
             )
             for seed in (1, 2)
         ]
-        assert [len(each) for each in ids] == [n_tokens, n_tokens]
+        assert [len(prompt) for prompt in ids] == [n_tokens, n_tokens]
         n_shared = next(n for n, (a, b) in enumerate(zip(*ids, strict=True)) if a != b)
         assert n_shared < 16, "prompts of different seeds must not help each other"
 
 
-def test_a_next_turn_adds_what_it_was_asked_to(tiny_model: Path) -> None:
+def test_next_turn_adds_the_requested_number_of_tokens(tiny_model: Path) -> None:
     prompts = Prompts(load_tokenizer(tiny_model))
     messages = prompts.of_length(200, seed=1)
     reply = Reply("some words", "length", {}, {}, 0.0, 0.0, {})
     longer = prompts.next_turn(messages, reply, 64)
     assert longer[:2] == [*messages, {"role": "assistant", "content": "some words"}]
-    said = len(load_tokenizer(tiny_model).encode("some words", add_special_tokens=False))
-    assert prompts.count(longer) == 200 + said + 64
+    n_reply_tokens = len(load_tokenizer(tiny_model).encode("some words", add_special_tokens=False))
+    assert prompts.count(longer) == 200 + n_reply_tokens + 64
 
 
-def test_a_length_below_the_template_is_refused(tiny_model: Path) -> None:
+def test_a_length_shorter_than_the_template_is_refused(tiny_model: Path) -> None:
     with pytest.raises(ValueError, match="no text has exactly 3 tokens"):
         Prompts(load_tokenizer(tiny_model)).of_length(3, seed=1)

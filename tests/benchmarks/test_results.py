@@ -1,4 +1,4 @@
-"""Samples are saved at once; the page judges the goals and names each fault of its results."""
+"""Benchmark results: saved samples, goals, the page and its warnings, the chart."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ def results(
     names = ("question", "what", "side", "values")
     samples = [{**dict(zip(names, row, strict=True)), "unit": "s"} for row in rows]
     model = {"name": "m", "weights_bytes": 1, "random_weights": True}
-    about: dict[str, Any] = {"part": part, "versions": {}, "date": "2026-11-27", "model": model}
-    about |= {"sides": {}, "command": "python", "notes": {}, "samples": samples}
-    about["device"] = {"kind": kind, "processors": 2, "platform": "p"}
-    return DeviceResults("device", [{**about, "commit": commit} for commit in commits])
+    content: dict[str, Any] = {"part": part, "versions": {}, "date": "2026-11-27", "model": model}
+    content |= {"sides": {}, "command": "python", "notes": {}, "samples": samples}
+    content["device"] = {"kind": kind, "processors": 2, "platform": "p"}
+    return DeviceResults("device", [{**content, "commit": commit} for commit in commits])
 
 
-def test_samples_are_kept_as_they_come(tmp_path: Path) -> None:
-    made = Report("cpu", {"name": "m"}, {}, tmp_path / "device")
-    made.add("q", "w", "ours", "s", 1.0)
-    assert json.loads(made.path.read_text())["samples"][0]["values"] == [1.0]
-    made.add("q", "w", "stock", "s", 3.0)
-    made.add("q", "w", "ours", "s", 2.0)
-    made.note("q", "How.")
-    (kept,) = kept_results(tmp_path)
-    assert kept.values("q", "w", "ours") == [1.0, 2.0] and kept.median("q", "w", "stock") == 3.0
-    assert {"mlx", "mlx-lm", "python"} <= kept.parts[0]["versions"].keys()
-    assert kept.parts[0]["notes"] == {"q": "How."} and kept.values("q", "x", "ours") == []
+def test_each_sample_is_saved_when_it_is_added(tmp_path: Path) -> None:
+    new_report = Report("cpu", {"name": "m"}, {}, tmp_path / "device")
+    new_report.add("q", "w", "ours", "s", 1.0)
+    assert json.loads(new_report.path.read_text())["samples"][0]["values"] == [1.0]
+    new_report.add("q", "w", "stock", "s", 3.0)
+    new_report.add("q", "w", "ours", "s", 2.0)
+    new_report.note("q", "How.")
+    (saved,) = kept_results(tmp_path)
+    assert saved.values("q", "w", "ours") == [1.0, 2.0] and saved.median("q", "w", "stock") == 3.0
+    assert {"mlx", "mlx-lm", "python"} <= saved.parts[0]["versions"].keys()
+    assert saved.parts[0]["notes"] == {"q": "How."} and saved.values("q", "x", "ours") == []
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_goal_is_reached_or_missed(ours: float, at_least: bool, verdict: str) 
     assert goal.verdict(smoke) == "", "goals are for the presets"
 
 
-def test_a_ratio_is_the_median_within_the_repeats() -> None:
+def test_a_ratio_is_the_median_over_the_repeats() -> None:
     measured = results(("q", "w", "ours", [1.0, 4.0, 9.0]), ("q", "w", "stock", [1.0, 2.0, 3.0]))
     assert Goal("q", "w", 1.0, 1.0).ratio(measured) == 2.0
     other = Goal("q", "w", 1.0, 1.0, base="v", base_side="ours")
@@ -98,7 +98,7 @@ def test_the_page_shows_reached_missed_and_missing_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kept", "warning"),
+    ("saved", "warning"),
     [
         ([results(commits=("a", "b"))], "device mixes results of a, b"),
         ([results(commits=("a-dirty",))], "measured with changed files (a-dirty)"),
@@ -106,31 +106,31 @@ def test_the_page_shows_reached_missed_and_missing_rows() -> None:
         ([results(commits=("a",)), results(commits=("b",))], "at different commits: a, b"),
     ],
 )
-def test_results_that_are_not_of_one_clean_commit_are_named_at_the_top(
-    kept: list[DeviceResults], warning: str
+def test_the_page_warns_of_mixed_or_changed_commits(
+    saved: list[DeviceResults], warning: str
 ) -> None:
-    assert any(warning in each for each in warnings(kept))
-    top = make_page(kept).partition("## ")[0]
+    assert any(warning in message for message in warnings(saved))
+    top = make_page(saved).partition("## ")[0]
     assert "**Warning:**" in top and warning in top
 
 
-def test_the_kept_results_of_a_device_are_of_one_commit() -> None:
-    kept = kept_results()
-    assert kept, "no results are kept"
-    for each in kept:
-        assert len(each.commits) == 1, f"{each.folder}: measure all parts at one commit"
-        assert not each.commits[0].endswith("-dirty") and each.commits[0] != "unknown"
+def test_saved_results_of_a_device_have_one_clean_commit() -> None:
+    saved = kept_results()
+    assert saved, "no results are kept"
+    for device in saved:
+        assert len(device.commits) == 1, f"{device.folder}: measure all parts at one commit"
+        assert not device.commits[0].endswith("-dirty") and device.commits[0] != "unknown"
 
 
-def test_the_kept_page_is_made_from_the_kept_results() -> None:
+def test_the_saved_page_matches_the_saved_results() -> None:
     page = report.PAGE.read_text(encoding="utf-8")
     assert page == make_page(kept_results()), "run: python -m benchmarks.report"
     assert len(page.splitlines()) <= 250
 
 
 def test_the_largest_page_has_at_most_250_lines() -> None:
-    """Every goal on both kinds of device, and as many rows again without a goal."""
-    every = [
+    """Every goal on both kinds of device, and the same number of rows without a goal."""
+    devices = [
         results(
             *(
                 (goal.question, goal.what + extra, side, [1.0])
@@ -143,14 +143,14 @@ def test_the_largest_page_has_at_most_250_lines() -> None:
         )
         for kind in ("cpu", "gpu")
     ]
-    assert 100 < len(make_page(every).splitlines()) <= 250
+    assert 100 < len(make_page(devices).splitlines()) <= 250
 
 
-def test_the_chart_has_a_line_for_each_way_to_begin(tmp_path: Path) -> None:
+def test_the_chart_has_a_line_for_each_kind_of_prompt(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = [
-        ("first token", f"{what}, {size}", side, [seconds, 3 * seconds])
-        for what, side in (
+        ("first token", f"{prompt}, {size}", side, [seconds, 3 * seconds])
+        for prompt, side in (
             ("new prompt", "stock"),
             ("new prompt", "ours"),
             ("after a restart", "ours"),
@@ -169,7 +169,7 @@ def test_the_chart_has_a_line_for_each_way_to_begin(tmp_path: Path) -> None:
         assert f"<!-- {label} -->" in text
 
 
-def test_a_commit_can_be_named_where_there_is_no_git(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_git_the_commit_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(report.COMMIT, "abc1234")
     assert report.commit() == "abc1234"
     monkeypatch.delenv(report.COMMIT)

@@ -1,4 +1,4 @@
-"""The benchmarks with real servers and small prompts: each row is what its name says."""
+"""The benchmarks with real servers and small prompts: their rows, sides and presets."""
 
 from __future__ import annotations
 
@@ -30,30 +30,32 @@ from tests.support import ServerError, make_tiny_model
 
 
 def values(run: Run) -> dict[tuple[str, str], list[float]]:
-    """Return the samples by row and side, as they are on disk."""
-    kept = json.loads(run.report.path.read_text(encoding="utf-8"))
-    return {(row["what"], row["side"]): row["values"] for row in kept["samples"]}
+    """Return the samples that are saved on disk, by row and side."""
+    saved = json.loads(run.report.path.read_text(encoding="utf-8"))
+    return {(row["what"], row["side"]): row["values"] for row in saved["samples"]}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("n_ranks", "name"), [(1, "512"), (2, "512, 2 ranks")])
-def test_first_tokens(report: Report, tmp_path: Path, n_ranks: int, name: str) -> None:
+def test_ttft_measures_new_repeated_continued_and_restarted_prompts(
+    report: Report, tmp_path: Path, n_ranks: int, name: str
+) -> None:
     model = make_tiny_model(tmp_path / "model", n_heads=4, n_kv_heads=2)
     run = Run(BenchmarkModel("tiny", model), report)
     ttft.measure(run, {512: 2}, n_ranks)
-    found = values(run)
+    samples = values(run)
     states = ("new prompt", "same prompt again", "next turn")
     rows = {(f"{state}, {name}", side) for state in states for side in BOTH}
-    assert found.keys() == {*rows, (f"after a restart, {name}", OURS)}
-    assert all(len(each) == 2 and min(each) > 0 for each in found.values())
+    assert samples.keys() == {*rows, (f"after a restart, {name}", OURS)}
+    assert all(len(row) == 2 and min(row) > 0 for row in samples.values())
     assert "page cache" in run.report.content["notes"][ttft.QUESTION]
 
 
 @pytest.mark.slow
-def test_the_code_of_another_checkout_is_measured(run: Run, tmp_path: Path) -> None:
-    """The package of the checkout notes that it was imported, and becomes this package.
+def test_only_before_imports_the_package_of_its_checkout(run: Run, tmp_path: Path) -> None:
+    """The checkout's package writes a file when it is imported, and then loads this package.
 
-    The checkout has no other folder: it may be older than the benchmarks.
+    The checkout has no other folder, because it may be older than the benchmarks.
     """
     package = tmp_path / "checkout" / "mlx_lm_kvpersist"
     package.mkdir(parents=True)
@@ -69,10 +71,10 @@ def test_the_code_of_another_checkout_is_measured(run: Run, tmp_path: Path) -> N
         assert (tmp_path / "imported").exists()
 
 
-def test_before_starts_the_code_of_its_checkout(run: Run, tmp_path: Path) -> None:
-    """The package of the other checkout notes the options and ends.
+def test_before_starts_its_checkout_with_the_options_of_ours(run: Run, tmp_path: Path) -> None:
+    """The checkout's package saves its options and exits.
 
-    Its benchmarks are older and have no launcher.
+    The checkout's benchmarks are older and have no launcher.
     """
     package = tmp_path / "checkout" / "mlx_lm_kvpersist"
     package.mkdir(parents=True)
@@ -92,12 +94,12 @@ def test_before_starts_the_code_of_its_checkout(run: Run, tmp_path: Path) -> Non
     assert argv[-len(ours) :] == ours
 
 
-def test_a_folder_without_the_package_is_no_checkout(tmp_path: Path) -> None:
+def test_before_refuses_a_folder_without_the_package(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="it has no mlx_lm_kvpersist"):
         before_side(tmp_path)
 
 
-def test_ours_over_before_is_printed(
+def test_run_all_prints_the_ratio_of_ours_to_before(
     tiny_model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -113,18 +115,18 @@ def test_ours_over_before_is_printed(
     arguments = ["--preset", "smoke", "--before", str(REPOSITORY), "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["run_all", *arguments])
     run_all.main()
-    said = capsys.readouterr().out
-    assert "| question | row | unit | before | ours | ours / before |" in said
-    assert "| first token | new prompt, 1K | s | 2 | 3 | 1.5 |" in said
-    kept = json.loads((tmp_path / "smoke.json").read_text())
-    assert "(commit " in kept["sides"][BEFORE], "the file says what before is"
+    output = capsys.readouterr().out
+    assert "| question | row | unit | before | ours | ours / before |" in output
+    assert "| first token | new prompt, 1K | s | 2 | 3 | 1.5 |" in output
+    saved = json.loads((tmp_path / "smoke.json").read_text())
+    assert "(commit " in saved["sides"][BEFORE], "the file says what before is"
 
 
 @pytest.mark.slow
-def test_decoding(run: Run) -> None:
+def test_decode_measures_speed_and_memory(run: Run) -> None:
     decode.measure(run, {512: (2,)}, 1, 192)
-    found = values(run)
-    assert found["2 of 512", OURS][0] > 0 and found["2 of 512", STOCK][0] > 0
+    samples = values(run)
+    assert samples["2 of 512", OURS][0] > 0 and samples["2 of 512", STOCK][0] > 0
     memory = {row["side"]: row for row in run.report.content["samples"] if row["unit"] == "MB"}
     # Two layers of two key heads of 64 float32 numbers, and two replies of 192 tokens.
     assert memory[STOCK]["values"] == [2 * (512 - 192 + 192) * 2 * 2 * 2 * 64 * 4 / 1e6]
@@ -132,33 +134,33 @@ def test_decoding(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_requests_that_arrive_together(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_together_measures_simultaneous_requests(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(together, "CONTEXT", 300)
     together.measure(run, 600, BOTH, 2)
-    found = values(run)
+    samples = values(run)
     sides = (OURS, OURS_16, STOCK)
-    assert all(len(found[together.ALL_TURNS, side]) == 2 for side in sides)
-    assert all(found[together.LAST, side][0] > 0 for side in BOTH)
+    assert all(len(samples[together.ALL_TURNS, side]) == 2 for side in sides)
+    assert all(samples[together.LAST, side][0] > 0 for side in BOTH)
 
 
 @pytest.mark.slow
-def test_the_longest_gap_of_a_reply(run: Run) -> None:
+def test_stall_measures_the_longest_pause_of_a_reply(run: Run) -> None:
     stall.measure(run, 600, 1)
-    assert all(0 < found[0] < 60 for found in values(run).values())
+    assert all(0 < pauses[0] < 60 for pauses in values(run).values())
 
 
 @pytest.mark.slow
-def test_prompts_of_a_shared_folder(run: Run, tmp_path: Path) -> None:
+def test_shared_measures_prompts_of_a_shared_folder(run: Run, tmp_path: Path) -> None:
     prompts = [run.prompts.of_length(600, n) for n in (1, 2)]
     shared.measure(run, "folder", str(tmp_path / "shared"), prompts)
-    found = values(run)
-    assert all(len(each) == 2 for each in found.values())
-    assert min(found["folder", OURS]) > 0 and min(found["folder", shared.COMPUTED]) > 0
-    assert min(found["folder, reused", OURS]) >= 600 - 256
-    assert found["folder, reused", shared.COMPUTED] == [0, 0]
+    samples = values(run)
+    assert all(len(row) == 2 for row in samples.values())
+    assert min(samples["folder", OURS]) > 0 and min(samples["folder", shared.COMPUTED]) > 0
+    assert min(samples["folder, reused", OURS]) >= 600 - 256
+    assert samples["folder, reused", shared.COMPUTED] == [0, 0]
 
 
-def test_a_gap_counts_if_it_overlaps_the_time() -> None:
+def test_a_pause_counts_if_it_overlaps_the_interval() -> None:
     reply = stall.RunningReply.__new__(stall.RunningReply)
     reply.times = [0.0, 1.0, 4.0, 5.0, 9.0]
     assert reply.longest_gap_s(2.0, 4.5) == 3.0
@@ -168,56 +170,57 @@ def test_a_gap_counts_if_it_overlaps_the_time() -> None:
 
 
 @pytest.mark.slow
-def test_short_streams_and_starts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_and_start_measure_their_rows(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "_SYSTEM_TOKENS", 300)
     streams.measure(run, 16, 2)
     start.measure(run, 1)
-    found = values(run)
-    assert len(found["8 clients, wall time", OURS]) == 2
+    samples = values(run)
+    assert len(samples["8 clients, wall time", OURS]) == 2
     for row in (start.FIRST, start.LATER, start.SECOND_TURN):
-        assert found[row, OURS][0] > 0 and found[row, STOCK][0] > 0
+        assert samples[row, OURS][0] > 0 and samples[row, STOCK][0] > 0
 
 
-def test_replies_that_do_not_overlap_have_no_rate() -> None:
+def test_decode_rate_counts_only_simultaneous_replies() -> None:
     from tests.support import Reply
 
     def reply(*times_s: float) -> Reply:
         return Reply("", "length", {}, {}, 0.0, 0.0, {}, times_s=list(times_s))
 
-    # Both run from 1.5 on; the second ends at 3.0, after three tokens of both.
+    # Both replies run from 1.5 to 3.0, and together have three tokens in that time.
     streams = [(0.0, reply(1.0, 2.0, 3.0, 4.0)), (0.5, reply(1.0, 2.5))]
     assert decode._rate(streams) == pytest.approx(3 / 1.5)
     with pytest.raises(SystemExit, match="did not run at the same time"):
         decode._rate([(0.0, reply(1.0, 2.0)), (0.0, reply(3.0, 4.0))])
 
 
-def test_every_step_of_a_preset_has_a_benchmark() -> None:
+def test_preset_steps_are_known_and_gpu_presets_are_complete() -> None:
     for preset in run_all.PRESETS.values():
         assert {step.name for step in preset.steps} <= run_all.STEPS.keys()
-    parts = [preset for name, preset in run_all.PRESETS.items() if name.startswith("gpu-")]
+    gpu_presets = [preset for name, preset in run_all.PRESETS.items() if name.startswith("gpu-")]
     on_one_gpu = [
-        {step.name for step in part.steps if "n_ranks" not in step.arguments} for part in parts
+        {step.name for step in preset.steps if "n_ranks" not in step.arguments}
+        for preset in gpu_presets
     ]
     steps = [name for names in on_one_gpu for name in names]
     assert sorted(steps) == sorted(run_all.STEPS), "the parts are disjoint and complete"
 
 
-def test_a_preset_runs_its_steps_with_their_models(
+def test_a_preset_runs_the_selected_steps_with_their_arguments(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ran: list[tuple[str, dict[str, Any]]] = []
+    calls: list[tuple[str, dict[str, Any]]] = []
     preset = run_all.Preset("other", (run_all.Step("ttft", {"a": 1}), run_all.Step("stall", {})))
     monkeypatch.setitem(run_all.PRESETS, "smoke", preset)
 
     def measure(run: Run, **arguments: Any) -> None:
-        ran.append((run.model.name, arguments))
+        calls.append((run.model.name, arguments))
 
     monkeypatch.setattr(run_all, "STEPS", {"ttft": measure, "stall": measure})
     run_all.measure("smoke", str(tiny_model), out=tmp_path, only=["ttft"])
-    assert ran == [(tiny_model.name, {"a": 1})]
+    assert calls == [(tiny_model.name, {"a": 1})]
 
 
-def test_ours_has_the_options_that_users_get() -> None:
+def test_ours_has_the_default_precision() -> None:
     assert SIDES[OURS].bits == "k8v4" and "--kvpersist-kv-bits" not in SIDES[OURS].flags
 
 
@@ -244,7 +247,7 @@ def _gpus(fleet: Fleet) -> list[list[str | None]]:
     ]
 
 
-def test_dropping_the_page_cache(tmp_path: Path) -> None:
+def test_drop_cached_pages_removes_a_file_from_the_page_cache(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(1 << 20))
     left = drop_cached_pages([path])

@@ -1,4 +1,4 @@
-"""Models of real shapes: stock loads them, their logits are finite, and replies end when told."""
+"""Random models of real shapes: their sizes, files, logits and replies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PARAMETERS = {
     "llama-3.2-1b": 1.236e9,
     "llama-3.1-8b": 8.03e9,
 }
-"""Published sizes."""
+"""Published numbers of parameters."""
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ PARAMETERS = {
         for shape in MODEL_SHAPES
     ],
 )
-def test_small_ones_speak(shape: str, tmp_path: Path) -> None:
+def test_small_models_reply_with_printable_text(shape: str, tmp_path: Path) -> None:
     config = {**SMALL, "num_hidden_layers": 2}
     model, tokenizer = load(str(make_shaped_model(tmp_path, shape, config=config)))
     prompt = tokenizer.apply_chat_template(
@@ -45,7 +45,7 @@ def test_small_ones_speak(shape: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", MODEL_SHAPES)
-def test_the_shapes_are_those_of_the_real_models(shape: str) -> None:
+def test_shapes_have_the_published_number_of_parameters(shape: str) -> None:
     parameters: Any = tree_flatten(shaped_architecture(shape).parameters())
     n = sum(value.size for _, value in parameters)
     assert n == pytest.approx(PARAMETERS[shape], rel=0.01)
@@ -56,16 +56,16 @@ def test_equal_arguments_write_equal_weights_in_shards(
 ) -> None:
     monkeypatch.setattr("benchmarks.shapes._SHARD_BYTES", 1 << 20)
     config = {**SMALL, "num_hidden_layers": 2}
-    told: list[tuple[int, int]] = []
+    progress_calls: list[tuple[int, int]] = []
     for name in ("a", "b"):
         make_shaped_model(
             tmp_path / name,
             "llama-3.1-8b",
             config=config,
-            progress=lambda done, total: told.append((done, total)),
+            progress=lambda done, total: progress_calls.append((done, total)),
         )
     files = sorted(path.name for path in (tmp_path / "a").glob("model-*.safetensors"))
-    assert len(files) > 1 and told[-1][0] == told[-1][1]
+    assert len(files) > 1 and progress_calls[-1][0] == progress_calls[-1][1]
     for file in files:
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
     load(str(tmp_path / "a"))

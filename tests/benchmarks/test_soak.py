@@ -20,7 +20,7 @@ from mlx_lm_kvpersist.errors import KVPersistError
 GIB = 1 << 30
 
 
-def test_memory_follows_what_a_process_takes() -> None:
+def test_memory_of_a_process_includes_new_allocations() -> None:
     before = memory_of(os.getpid())
     block = mmap.mmap(-1, 32 << 20)  # memory that was not in use before
     block.write(b"x" * len(block))
@@ -30,19 +30,17 @@ def test_memory_follows_what_a_process_takes() -> None:
 @pytest.mark.parametrize(
     ("last", "grew"), [(GIB, False), (GIB + GIB // 8, False), (GIB + GIB // 4, True), (0, False)]
 )
-def test_a_server_that_takes_more_and_more_is_noticed(
-    tmp_path: Path, last: int, grew: bool
-) -> None:
-    """Typical samples are compared: a short peak does not count."""
-    made = Soak("model", tmp_path, ())
-    made.samples = [*[GIB // 2] * 5, *[GIB] * 10, 4 * GIB, *[last] * 4, 4 * GIB]
-    assert made.grew == grew
-    made.samples = made.samples[-6:]  # too short to tell
-    assert not made.grew
+def test_soak_detects_growing_memory(tmp_path: Path, last: int, grew: bool) -> None:
+    """Typical samples are compared, so a short peak does not count."""
+    soak_run = Soak("model", tmp_path, ())
+    soak_run.samples = [*[GIB // 2] * 5, *[GIB] * 10, 4 * GIB, *[last] * 4, 4 * GIB]
+    assert soak_run.grew == grew
+    soak_run.samples = soak_run.samples[-6:]  # too short to tell
+    assert not soak_run.grew
 
 
-class SoonEnough(Soak):
-    """Ends when there is something to report, however slow the machine is."""
+class ShortSoak(Soak):
+    """Ends as soon as replies were reused and blocks were evicted."""
 
     def _sample(self, server: StartedServer) -> str:
         line = super()._sample(server)
@@ -54,7 +52,7 @@ class SoonEnough(Soak):
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_two_streams_overflow_the_budget_and_are_reported(
+def test_soak_reports_reuse_evictions_and_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real server with a tiny model, for a few seconds."""
@@ -63,24 +61,26 @@ def test_two_streams_overflow_the_budget_and_are_reported(
     log_path = tmp_path / "samples.json"
     model = str(make_model(tmp_path / "model"))
     with log_path.open("w", encoding="utf-8") as log:
-        made = SoonEnough(model, tmp_path, budgets, 240, log)
-        made.run(120.0, every_s=0.2)
-    assert len(made.replies) > 6 and made.n_evicted > 0
-    assert {reply.cached_tokens > 100 for reply in made.replies} == {True, False}
-    assert all(100 < reply.prompt_tokens < 500 for reply in made.replies)
+        soak_run = ShortSoak(model, tmp_path, budgets, 240, log)
+        soak_run.run(120.0, every_s=0.2)
+    assert len(soak_run.replies) > 6 and soak_run.n_evicted > 0
+    assert {reply.cached_tokens > 100 for reply in soak_run.replies} == {True, False}
+    assert all(100 < reply.prompt_tokens < 500 for reply in soak_run.replies)
     lines = [json.loads(line) for line in log_path.read_text().splitlines()]
-    assert len(lines) == len(made.samples) > 4
-    assert 6 < lines[-1]["requests"] <= len(made.replies)
-    assert lines[-1]["evicted"] == made.n_evicted
-    assert [line["memory_bytes"] for line in lines] == made.samples and min(made.samples) > 0
-    said = made.seen()
-    assert said.startswith(f"{len(made.replies)} requests, ") and "\n" not in said
-    assert f"{made.n_evicted:,} blocks and checkpoints evicted; " in said
-    assert " in the second and the last quarter of the run" in said
-    assert not made.grew
+    assert len(lines) == len(soak_run.samples) > 4
+    assert 6 < lines[-1]["requests"] <= len(soak_run.replies)
+    assert lines[-1]["evicted"] == soak_run.n_evicted
+    assert [line["memory_bytes"] for line in lines] == soak_run.samples and min(
+        soak_run.samples
+    ) > 0
+    summary = soak_run.seen()
+    assert summary.startswith(f"{len(soak_run.replies)} requests, ") and "\n" not in summary
+    assert f"{soak_run.n_evicted:,} blocks and checkpoints evicted; " in summary
+    assert " in the second and the last quarter of the run" in summary
+    assert not soak_run.grew
 
 
-def test_a_server_that_fails_fails_the_soak_and_is_still_reported(
+def test_a_failed_server_fails_the_soak_with_a_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(soak: Soak, seconds: float, every_s: float) -> None:
@@ -92,25 +92,25 @@ def test_a_server_that_fails_fails_the_soak_and_is_still_reported(
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     monkeypatch.setattr(sys, "argv", ["soak", "--model", str(tmp_path), "--minutes", "2"])
     assert soak.main() == 1
-    said = capsys.readouterr()
-    (line,) = said.out.splitlines()
+    captured = capsys.readouterr()
+    (line,) = captured.out.splitlines()
     assert line.startswith("soak: failed: the server failed: no answer; 0 requests, ")
     assert "memory was 1.0 GiB at most" in line and "; mlx-lm-kvpersist " in line
     assert line.endswith(f"{tmp_path} (llama, 0 B)")
-    assert "its log" in said.err
+    assert "its log" in captured.err
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_after_2000_turns_a_server_takes_no_more_than_after_1000(
+def test_resource_use_does_not_grow_from_1000_to_2000_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory, open files, threads and MLX's arrays, while blocks are evicted from RAM and disk."""
+    """Memory, open files, threads and arrays, while blocks are evicted from RAM and disk."""
     monkeypatch.setattr(soak, "_REPLY_TOKENS", (2, 24))
     monkeypatch.setattr(soak, "StartedServer", CountedServer)
     (tmp_path / "counted.py").write_text(COUNTED.format(path=str(tmp_path / "arrays")))
     budgets = ("--kvpersist-ram", "4M", "--kvpersist-disk", "32M", "--kvpersist-min-free", "64M")
-    taken: list[tuple[int, int, int, int]] = []
+    samples: list[tuple[int, int, int, int]] = []
 
     class Turns(Soak):
         def _sample(self, server: StartedServer) -> str:
@@ -118,19 +118,22 @@ def test_after_2000_turns_a_server_takes_no_more_than_after_1000(
                 self._ends_s = 0.0
             if len(self.replies) >= 1000:
                 process, arrays = Path(f"/proc/{server.pid}"), tmp_path / "arrays"
-                n_files, n_threads = (len(os.listdir(process / one)) for one in ("fd", "task"))
+                n_files, n_threads = (
+                    len(os.listdir(process / folder)) for folder in ("fd", "task")
+                )
                 n_arrays = int(arrays.read_text())
-                taken.append((memory_of(server.pid), n_files, n_threads, n_arrays))
+                samples.append((memory_of(server.pid), n_files, n_threads, n_arrays))
             return super()._sample(server)
 
-    made = Turns(str(make_model(tmp_path / "model")), tmp_path, budgets, 400)
-    made.run(3500.0, every_s=1.0)
-    n = len(taken) // 8
+    soak_run = Turns(str(make_model(tmp_path / "model")), tmp_path, budgets, 400)
+    soak_run.run(3500.0, every_s=1.0)
+    n = len(samples) // 8
     first, last = (
-        [median(each) for each in zip(*part, strict=True)] for part in (taken[:n], taken[-n:])
+        [median(column) for column in zip(*rows, strict=True)]
+        for rows in (samples[:n], samples[-n:])
     )
-    print(made.seen(), first, last)
-    assert len(made.replies) >= 2000 and made.n_evicted > 2000
+    print(soak_run.seen(), first, last)
+    assert len(soak_run.replies) >= 2000 and soak_run.n_evicted > 2000
     assert last[0] < 1.05 * first[0]
     assert last[1] <= first[1] + 2 and last[2] <= first[2] + 2
     assert last[3] < 1.2 * first[3]
@@ -156,7 +159,7 @@ serve(sys.argv[1:])
 
 
 class CountedServer(StartedServer):
-    """Runs `counted.py`, next to its log, which counts MLX's arrays all the time."""
+    """Runs `counted.py` (next to the log), which counts MLX's arrays every second."""
 
     def start(self) -> None:
         options = self._command[self._command.index("--model") :]

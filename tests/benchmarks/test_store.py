@@ -1,4 +1,4 @@
-"""The store is measured against plain files and memory, and each row is what its name says."""
+"""The store benchmark: its rows, and the faults that end a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mlx_lm_kvpersist.store.block_store import BlockStore
 from tests.support import make_zoo_model
 
 
-def test_saving_and_loading_are_measured_against_the_disk_and_the_memory(run: Run) -> None:
+def test_store_benchmark_measures_saves_loads_restores_and_bytes(run: Run) -> None:
     store.measure(run, 768, 2)
     results = DeviceResults("", [run.report.content])
     rows = ("save", "load, cold", "load, warm", "restore, cold", "restore, warm")
@@ -41,21 +41,19 @@ def test_blocks_that_are_not_read_from_disk_end_the_run(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the save, each store is opened in an empty folder."""
-    first, n_opened = store.opened, 0
+    real_opened, n_opened = store.opened, 0
 
     def opened(folder: Path, max_ram_bytes: int) -> closing[BlockStore]:
         nonlocal n_opened
         n_opened += 1
-        return first(folder if n_opened == 1 else folder / "empty", max_ram_bytes)
+        return real_opened(folder if n_opened == 1 else folder / "empty", max_ram_bytes)
 
     monkeypatch.setattr(store, "opened", opened)
     with pytest.raises(WrongMeasurement, match="did not read all blocks from disk"):
         store.measure(run, 512, 1)
 
 
-def test_a_restore_that_is_not_whole_ends_the_run(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_incomplete_restore_ends_the_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store.Work, "_load", lambda work: 1.0)
     monkeypatch.setattr(store, "Prompt", lambda ids, segments, types: _cut_prompt(ids))
     with pytest.raises(WrongMeasurement, match="256 of 512 tokens were restored"):

@@ -45,7 +45,7 @@ def test_parts_sum_to_the_sizes_of_store_and_sessions(
     assert sum(part["bytes"] for part in parts) == store_map["bytes"]
     assert store_map["bytes_by_age"]["1 hour"] == store_map["bytes"]
     with closing(sqlite3.connect(run.folder / "index.sqlite")) as db, db:
-        # A use updates only the time of the last block, but counts for all blocks of the chain_parts.
+        # A use updates only the time of the last block, but counts for all blocks of the chain.
         db.execute("UPDATE blocks SET used = used - 9e9 WHERE n_children > 0")
     assert run.json("store", "map")["bytes_by_age"]["1 hour"] == store_map["bytes"]
     (shared,) = (part for part in parts if part["shared_by"] > 1)

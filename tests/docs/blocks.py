@@ -1,4 +1,4 @@
-"""Code in the pages for users: fenced blocks by language, commands by line, code within text."""
+"""Code in the pages for users: fenced blocks, their commands, and inline code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _INLINE = re.compile(r"`([^`\n]+)`")
 
 
 class Block(NamedTuple):
-    """A fenced block, or a piece of code within text, with its page and language."""
+    """A fenced block or a piece of inline code, with its page and language."""
 
     page: str
     language: str
@@ -36,25 +36,25 @@ def text_of(page: Path) -> str:
 def blocks(language: str | None = None) -> list[Block]:
     """Return the fenced blocks of all pages."""
     return [
-        Block(page.name, found[1], found[2])
+        Block(page.name, match[1], match[2])
         for page in PAGES
-        for found in _FENCED.finditer(text_of(page))
-        if language is None or found[1] == language
+        for match in _FENCED.finditer(text_of(page))
+        if language is None or match[1] == language
     ]
 
 
 def inline() -> list[Block]:
-    """Return the code within the text of all pages, except generated parts."""
-    made = re.compile(r"<!-- made: .*?<!-- end of ", re.DOTALL)
+    """Return inline code of all pages, except generated parts."""
+    generated = re.compile(r"<!-- made: .*?<!-- end of ", re.DOTALL)
     return [
         Block(page.name, "", code)
         for page in PAGES
-        for code in _INLINE.findall(_FENCED.sub("", made.sub("", text_of(page))))
+        for code in _INLINE.findall(_FENCED.sub("", generated.sub("", text_of(page))))
     ]
 
 
 def commands(block: Block) -> Iterator[list[str]]:
-    """Yield the commands of a shell's block as words, without variables that are set before them.
+    """Yield the commands of a shell block as words, without leading variable assignments.
 
     "&&" begins a command; commands after a pipe are left out.
     """

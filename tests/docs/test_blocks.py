@@ -1,4 +1,4 @@
-"""All code on a page can be read by the program that it is for."""
+"""The code on the pages is valid for the program that reads it."""
 
 from __future__ import annotations
 
@@ -38,32 +38,39 @@ def by_program(program: str) -> list[list[str]]:
     return [words for _, words in SHELL if words[0].rpartition("/")[2] == program]
 
 
-def test_every_block_says_its_language() -> None:
+def test_blocks_have_a_known_language() -> None:
     assert {block.language for block in blocks()} <= LANGUAGES
 
 
-def test_the_site_shows_every_line_of_code_at_full_width() -> None:
+def test_lines_of_blocks_fit_the_width_of_the_site() -> None:
     """plugins.md shows the hooks as they are in the source; see tests/host/test_docs.py."""
     pages = {page.name for page in (REPOSITORY / "docs").glob("*.md")}
-    shown = [b for b in blocks() if b.page in pages and "@hookspec" not in b.text]
-    assert len(shown) >= 40
-    wide = [(b.page, line) for b in shown for line in b.text.splitlines() if len(line) > 80]
+    site_blocks = [
+        block for block in blocks() if block.page in pages and "@hookspec" not in block.text
+    ]
+    assert len(site_blocks) >= 40
+    wide = [
+        (block.page, line)
+        for block in site_blocks
+        for line in block.text.splitlines()
+        if len(line) > 80
+    ]
     assert wide == []
 
 
-def test_every_program_is_known() -> None:
+def test_shell_blocks_run_known_programs() -> None:
     known = {"curl", "make", "mlx-lm-kvpersist", "mlx_lm.server", "pip", "python", "pipx", "uv"}
     known |= {".", "cd", "git", "python3", "uvx"}
     assert {words[0].rpartition("/")[2] for _, words in SHELL} <= known | OTHER_PROGRAMS
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=lambda block: block.page)
-def test_python(block: Block) -> None:
+def test_python_blocks_compile(block: Block) -> None:
     compile(block.text, block.page, "exec")
 
 
 @pytest.mark.parametrize("block", [*blocks("json"), *blocks("yaml"), *blocks("toml")])
-def test_settings(block: Block) -> None:
+def test_json_yaml_and_toml_blocks_parse(block: Block) -> None:
     if block.language == "toml":
         if sys.version_info < (3, 11):
             pytest.skip("Python 3.10 cannot read TOML")
@@ -75,22 +82,22 @@ def test_settings(block: Block) -> None:
         assert read(block.text)
 
 
-def test_services_start_the_server_and_start_it_again() -> None:
+def test_service_files_start_and_restart_the_server() -> None:
     (unit,), (agent,) = blocks("ini"), blocks("xml")
-    read = configparser.ConfigParser(interpolation=None)
-    read.optionxform = str  # type: ignore[assignment, method-assign]
-    read.read_string(unit.text)
-    service = read["Service"]
+    parser = configparser.ConfigParser(interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment, method-assign]
+    parser.read_string(unit.text)
+    service = parser["Service"]
     assert service["Restart"] == "on-failure"
     plist = plistlib.loads(agent.text.strip().encode())
     assert plist["KeepAlive"] == {"SuccessfulExit": False} and plist["RunAtLoad"]
-    # The longest time that a server may take to end, by host/run.py.
+    # host/run.py: the longest time that a server may take to end.
     assert int(service["TimeoutStopSec"]) == plist["ExitTimeOut"] > GRACE_S + 10
     assert int(service["UMask"], 8) == plist["Umask"] == 0o77
-    assert plist["ProcessType"] == "Interactive"  # else launchd throttles
+    assert plist["ProcessType"] == "Interactive"  # otherwise launchd throttles the server
     for words in (service["ExecStart"].split(), plist["ProgramArguments"]):
         assert words[0].endswith("/mlx/bin/mlx_lm.server")
-        check_server(words[1:])
+        check_server_options(words[1:])
 
 
 @cache
@@ -99,7 +106,7 @@ def stock_help() -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def check_server(options: list[str]) -> None:
+def check_server_options(options: list[str]) -> None:
     """Parse the plugin's options, and look for other options in the stock server's help."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--plugin", choices=["kvpersist"])
@@ -109,45 +116,45 @@ def check_server(options: list[str]) -> None:
     assert unknown == []
 
 
-def test_the_server_knows_its_options() -> None:
-    found = by_program("mlx_lm.server")
-    assert len(found) >= 2
-    for words in found:
-        check_server(words[1:])
+def test_server_commands_in_blocks_have_valid_options() -> None:
+    command_lines = by_program("mlx_lm.server")
+    assert len(command_lines) >= 2
+    for words in command_lines:
+        check_server_options(words[1:])
 
 
 def test_commands_in_blocks_parse() -> None:
-    found = by_program("mlx-lm-kvpersist")
-    assert len(found) >= 10
-    for words in found:
+    command_lines = by_program("mlx-lm-kvpersist")
+    assert len(command_lines) >= 10
+    for words in command_lines:
         make_parser().parse_args(words[1:])
 
 
-def test_commands_within_text_parse() -> None:
-    """Or are the beginning of one, such as `mlx-lm-kvpersist sessions`."""
+def test_inline_commands_parse() -> None:
+    """A text may also name a group alone, such as `mlx-lm-kvpersist sessions`."""
     names = {" ".join(path.split()[:n]) for path, _ in leaves(make_parser()) for n in (1, 2)}
-    found = [code for _, _, code in inline() if code.startswith("mlx-lm-kvpersist ")]
-    assert len(found) >= 30
-    for code in found:
+    codes = [code for _, _, code in inline() if code.startswith("mlx-lm-kvpersist ")]
+    assert len(codes) >= 30
+    for code in codes:
         words = [word for word in code.split()[1:] if word not in ("…", "COMMAND")]
         if " ".join(words) in names or not words:
             continue
         if words[0] == "server":
-            check_server(words[1:])
+            check_server_options(words[1:])
         else:
             make_parser().parse_args(words)
 
 
-def test_options_within_text_exist() -> None:
-    """Values, too: `--kvpersist-disk 20G`."""
-    found = [code.split() for _, _, code in inline() if code.startswith("--kvpersist-")]
-    assert len(found) >= 50
-    for words in found:
-        given = [word for word in words if not re.fullmatch(r"[A-Z]{2,}|\{.*\}|…", word)]
-        if len(given) < len(words) or len(words) == 1:
-            assert given[0] in option_names(), words
+def test_inline_options_exist() -> None:
+    """Their values are parsed, too: `--kvpersist-disk 20G`."""
+    codes = [code.split() for _, _, code in inline() if code.startswith("--kvpersist-")]
+    assert len(codes) >= 50
+    for words in codes:
+        concrete = [word for word in words if not re.fullmatch(r"[A-Z]{2,}|\{.*\}|…", word)]
+        if len(concrete) < len(words) or len(words) == 1:
+            assert concrete[0] in option_names(), words
         else:
-            check_server(words)
+            check_server_options(words)
 
 
 @cache
@@ -157,28 +164,32 @@ def option_names() -> frozenset[str]:
     return frozenset(name for action in parser._actions for name in action.option_strings)
 
 
-def test_make_and_modules() -> None:
+def test_make_targets_and_python_modules_exist() -> None:
     makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
-    within = [code.split() for _, _, code in inline() if code.startswith("make ")]
-    asked = [next(w for w in words[1:] if "=" not in w) for words in within + by_program("make")]
-    assert len(asked) >= 5 and set(asked) <= targets
-    within = [code.split() for _, _, code in inline() if code.startswith("python -m ")]
-    modules = [words[2] for words in within + by_program("python") if words[1] == "-m"]
+    inline_commands = [code.split() for _, _, code in inline() if code.startswith("make ")]
+    used_targets = [
+        next(w for w in words[1:] if "=" not in w) for words in inline_commands + by_program("make")
+    ]
+    assert len(used_targets) >= 5 and set(used_targets) <= targets
+    inline_commands = [code.split() for _, _, code in inline() if code.startswith("python -m ")]
+    modules = [words[2] for words in inline_commands + by_program("python") if words[1] == "-m"]
     assert len(modules) >= 5
     assert [name for name in modules if importlib.util.find_spec(name) is None] == []
 
 
-def test_what_is_installed_is_this_package() -> None:
-    """By every route that a page names."""
+def test_install_commands_name_known_packages() -> None:
+    """Installers are pip, uv and pipx."""
     installs = re.compile(r"(pip install|uv tool install|pipx inject)\b(.*)")
     lines = [code for _, _, code in inline()] + [b.text for b in blocks("sh")]
-    found = [line[2] for text in lines for line in installs.finditer(text)]
-    assert len(found) >= 8
+    arguments = [line[2] for text in lines for line in installs.finditer(text)]
+    assert len(arguments) >= 8
     address = r"git\+https://github\.com/mlx-lm-kvpersist/mlx-lm-kvpersist"
-    known = re.compile(rf"mlx-lm-kvpersist(\[cpu\])?|mlx-lm([<>=][0-9.,<>=]+)?|{address}|\.\[cpu\]")
-    for rest in found:
+    known_package = re.compile(
+        rf"mlx-lm-kvpersist(\[cpu\])?|mlx-lm([<>=][0-9.,<>=]+)?|{address}|\.\[cpu\]"
+    )
+    for rest in arguments:
         words = re.sub(r"[\"'’‘]", "", rest).split("#")[0].split()
         packages = [word for word in words if not word.startswith("-")]
         for package in packages:
-            assert known.fullmatch(package) or package in ("bench", ".", "smg"), rest
+            assert known_package.fullmatch(package) or package in ("bench", ".", "smg"), rest

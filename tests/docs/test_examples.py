@@ -1,4 +1,4 @@
-"""The examples of the pages, against a real server: what a reader would run."""
+"""The examples of the pages run against a real server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def server(started: StartServer, tiny_model: Path) -> ServerProcess:
     return started.with_plugin(tiny_model, "--max-tokens", "16")
 
 
-def here(text: str, server: ServerProcess) -> str:
+def with_port_of(text: str, server: ServerProcess) -> str:
     return text.replace(ADDRESS, f"http://127.0.0.1:{server.port}")
 
 
@@ -34,23 +34,27 @@ def test_every_sdk_has_an_example() -> None:
 
 
 @pytest.mark.parametrize("sdk", ["openai", "anthropic"])
-def test_sdks(sdk: str, server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
-    """LangChain's is run in tests/server/test_other_clients.py."""
+def test_a_second_run_of_an_sdk_example_reuses_tokens(
+    sdk: str, server: ServerProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """tests/server/test_other_clients.py runs the LangChain example."""
     (block,) = (block for block in SDKS if f"from {sdk} import" in block.text)
-    code = compile(here(block.text, server), block.page, "exec")
+    code = compile(with_port_of(block.text, server), block.page, "exec")
     for _ in range(2):
         exec(code, {})
-    said = capsys.readouterr().out
-    _, again = re.findall(r"(\d+) tokens were not computed again", said)
-    assert int(again) > 10
+    output = capsys.readouterr().out
+    _, n_reused = re.findall(r"(\d+) tokens were not computed again", output)
+    assert int(n_reused) > 10
 
 
-def test_curl(server: ServerProcess, tmp_path: Path) -> None:
-    """Each answers with JSON, and with a status of success. One names its session."""
+def test_curl_examples_succeed_with_json_replies(server: ServerProcess, tmp_path: Path) -> None:
+    """Each reply is JSON with a status of success. One example names its session."""
     assert shutil.which("curl") is not None, "the pages use curl: install it"
     ran = 0
     for block in CURLS:
-        for command in re.findall(r"^curl (?:.*\\\n)*.*$", here(block.text, server), re.MULTILINE):
+        for command in re.findall(
+            r"^curl (?:.*\\\n)*.*$", with_port_of(block.text, server), re.MULTILINE
+        ):
             quiet = command.replace("curl -i ", "curl ").replace("curl ", "curl -sS --fail ", 1)
             done = subprocess.run(
                 ["sh", "-c", quiet], capture_output=True, text=True, timeout=60, check=False

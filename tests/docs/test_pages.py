@@ -1,4 +1,4 @@
-"""The pages agree with the code, their links lead somewhere, and they become a site."""
+"""The pages agree with the code, their links are valid, and the site builds."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ PROJECT = "https://github.com/mlx-lm-kvpersist/mlx-lm-kvpersist"
 REMAKE = "run: python -m tools.docs"
 
 
-def test_every_part_is_in_a_page() -> None:
-    assert {name for each in PAGES for name in parts(text_of(each))} == set(PARTS)
+def test_every_generated_part_is_in_a_page() -> None:
+    assert {name for page in PAGES for name in parts(text_of(page))} == set(PARTS)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_what_is_made_from_the_code_is_current(page: Path) -> None:
+def test_generated_parts_are_current(page: Path) -> None:
     assert remade(text_of(page)) == text_of(page), REMAKE
 
 
@@ -50,7 +50,7 @@ def build(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def docs_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("docs")
     shutil.copytree(DOCS, folder / "docs")
     for name in ("mkdocs.yml", "tools/docs/unbroken.py"):
@@ -59,22 +59,22 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_site_builds_without_a_warning(copied: Path) -> None:
-    done = build(copied)
+def test_the_site_builds_without_a_warning(docs_copy: Path) -> None:
+    done = build(docs_copy)
     assert done.returncode == 0, done.stdout + done.stderr
-    page = text_of(copied / "site" / "configuration" / "index.html")
+    page = text_of(docs_copy / "site" / "configuration" / "index.html")
     assert "<code><span>--kvpersist-dir</span> <span>FOLDER</span></code>" in page
     assert 'href="../site.css"' in page
 
 
-def test_links_that_lead_nowhere_are_seen(copied: Path) -> None:
-    """Links to an anchor and to a page; and a page that is in no menu."""
+def test_broken_links_and_unlisted_pages_fail_the_build(docs_copy: Path) -> None:
+    """A wrong anchor, a missing page, and a page that is not in the menu."""
     wrong = "[one](index.md#nowhere) [two](nowhere.md)"
-    (copied / "docs" / "new.md").write_text(wrong, encoding="utf-8")
-    done = build(copied)
+    (docs_copy / "docs" / "new.md").write_text(wrong, encoding="utf-8")
+    done = build(docs_copy)
     assert done.returncode == 1
-    for what in ("#nowhere", "nowhere.md", 'not included in the "nav"'):
-        assert what in done.stderr, done.stderr
+    for problem in ("#nowhere", "nowhere.md", 'not included in the "nav"'):
+        assert problem in done.stderr, done.stderr
 
 
 def anchors(markdown: str) -> set[str]:
@@ -83,19 +83,19 @@ def anchors(markdown: str) -> set[str]:
     return {heading.strip().replace(" ", "-") for heading in plain}
 
 
-def test_links_to_the_project_lead_to_its_files() -> None:
+def test_links_to_the_repository_have_existing_targets() -> None:
     n_links = 0
-    for each in ALL_PAGES:
-        for path in re.findall(rf"{PROJECT}/(?:blob|tree)/main/([^\s)]+)", text_of(each)):
+    for page in ALL_PAGES:
+        for path in re.findall(rf"{PROJECT}/(?:blob|tree)/main/([^\s)]+)", text_of(page)):
             name, _, anchor = path.partition("#")
-            assert (REPOSITORY / name).exists(), f"{each.name}: {path}"
+            assert (REPOSITORY / name).exists(), f"{page.name}: {path}"
             assert not anchor or anchor in anchors(text_of(REPOSITORY / name)), path
             n_links += 1
     assert n_links > 15
 
 
-def test_the_readme_links_to_absolute_addresses_only() -> None:
-    """PyPI shows it, and relative links lead nowhere there."""
+def test_the_readme_has_only_absolute_links() -> None:
+    """PyPI shows the README, and relative links do not work there."""
     targets = re.findall(r"\]\(([^)]+)\)", README) + re.findall(r"^\[.*\]: (.*)$", README, re.M)
     assert len(targets) > 10
     assert [target for target in targets if not target.startswith("https://")] == []
@@ -108,11 +108,11 @@ def test_the_readme_links_to_absolute_addresses_only() -> None:
     assert picture and (REPOSITORY / picture[1]).exists()
 
 
-def test_figures_are_those_of_the_kept_results() -> None:
+def test_figures_on_the_pages_match_the_saved_results() -> None:
     """The table that users see first has the medians of the longest prompt."""
-    kept = results.shown_results()
-    size = results.longest(kept)
-    stock, ours = results.first_token_s(kept, "new prompt", size)
+    saved = results.shown_results()
+    size = results.longest(saved)
+    stock, ours = results.first_token_s(saved, "new prompt", size)
     assert stock is not None and ours is not None and stock != ours
     shown = [f"{shown_number(stock)} s", f"{shown_number(ours)} s"]
     better = shown.index(f"{shown_number(min(stock, ours))} s")
@@ -122,10 +122,10 @@ def test_figures_are_those_of_the_kept_results() -> None:
     rows = text_of(DOCS / "benchmarks.md").splitlines()
     row = next(row for row in rows if row.startswith(f"| {size:,} | "))
     assert f" | {shown_number(stock)}\u00a0/\u00a0{shown_number(ours)} | " in row
-    assert all(f"`{commit}`" in README for commit in kept.commits)
+    assert all(f"`{commit}`" in README for commit in saved.commits)
 
 
-def test_tables_of_figures_have_the_order_in_which_a_user_meets_the_rows() -> None:
+def test_benchmark_tables_have_their_columns_and_rows_in_order() -> None:
     page = text_of(DOCS / "benchmarks.md")
     assert "| tokens | a new prompt | the next turn | the same prompt again | the next" in page
     numbers = re.findall(r"^\| (\d+) after (\d+)K ", page, re.MULTILINE)
@@ -133,7 +133,7 @@ def test_tables_of_figures_have_the_order_in_which_a_user_meets_the_rows() -> No
     assert len(n_replies) > 2 and n_replies == sorted(n_replies)
 
 
-def test_every_option_has_a_group() -> None:
+def test_every_option_is_in_a_group_and_in_the_table() -> None:
     table = options.server_options()
     names = [name for group in config.GROUPS.values() for name in group]
     assert len(names) >= 14 and set(names) >= set(config.RARE)
@@ -141,7 +141,7 @@ def test_every_option_has_a_group() -> None:
     assert [name for name in names if f"| `--kvpersist-{name}" not in table] == []
 
 
-def test_every_path_of_a_module_stands_in_a_page() -> None:
+def test_every_http_path_is_in_a_page() -> None:
     modules = (admin, agents, messages, responses)
     paths = {
         value
@@ -149,11 +149,11 @@ def test_every_path_of_a_module_stands_in_a_page() -> None:
         for name, value in vars(module).items()
         if name.endswith("_PATH") and isinstance(value, str)
     }
-    text = "".join(text_of(each) for each in DOCS.glob("*.md"))
+    text = "".join(text_of(page) for page in DOCS.glob("*.md"))
     assert len(paths) >= 12 and [path for path in paths if f"{path}`" not in text] == []
 
 
-def test_every_field_of_the_header_stands_there() -> None:
+def test_fields_and_words_of_the_headers_are_in_the_pages() -> None:
     text = text_of(DOCS / "reuse.md")
     fields = re.findall(r"(\w+)=", Outcome(Kind.MISS, 1, reason=next(iter(Reason))).header)
     assert len(fields) == 6 and [name for name in fields if f"`{name}`" not in text] == []
@@ -164,7 +164,7 @@ def test_every_field_of_the_header_stands_there() -> None:
     assert [name for name in headers if f"| `{name}" not in page] == []
 
 
-def test_every_variable_stands_there() -> None:
+def test_every_environment_variable_is_in_the_configuration_page() -> None:
     names = set()
     for source in (REPOSITORY / "mlx_lm_kvpersist").rglob("*.py"):
         names |= set(re.findall(r'"(KVPERSIST_[A-Z_]+)"', text_of(source)))
@@ -172,14 +172,14 @@ def test_every_variable_stands_there() -> None:
     assert names and [name for name in names if f"| `{name}` |" not in page] == []
 
 
-def test_nothing_is_taken_for_html() -> None:
+def test_pages_have_no_html_tags_outside_code() -> None:
     """`x-<vendor>-session-id` outside of code would be shown as `x--session-id`."""
-    for each in ALL_PAGES:
-        outside = re.sub(r"```.*?```|`[^`]*`|<!--.*?-->", "", text_of(each), flags=re.DOTALL)
-        assert re.findall(r"<[a-z/][^>]*>", outside) == [], each.name
+    for page in ALL_PAGES:
+        outside = re.sub(r"```.*?```|`[^`]*`|<!--.*?-->", "", text_of(page), flags=re.DOTALL)
+        assert re.findall(r"<[a-z/][^>]*>", outside) == [], page.name
 
 
-def test_tokens_on_a_mac_follow_from_the_budget() -> None:
+def test_tokens_on_a_mac_are_computed_from_the_budget() -> None:
     """Computed by hand for Llama 3.1 8B: 8 heads of 128 in 32 layers, 6.5 bits a number."""
     gib = 1 << 30
     offered, weights = 16 * gib * 2 // 3, 8.03e9 * 4.5 / 8

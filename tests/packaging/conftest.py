@@ -1,4 +1,4 @@
-"""The wheel of this checkout, and the Pythons that it is tried on."""
+"""The wheel of this checkout, and the Python versions of the tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.support.host import REPOSITORY
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-"""The versions that the classifiers name."""
+"""The Python versions in the classifiers."""
 
 
 def uv(*command: str | Path, env: dict[str, str] | None = None) -> str:
@@ -43,19 +43,19 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def find_python(version: str) -> Path | None:
-    """Return an interpreter of this version: this one, or one of PATH or pyenv; or None."""
+    """Return an interpreter of this version: the running one, or from PATH or pyenv; or None."""
     versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     candidates = [
         sys.executable,
         shutil.which(f"python{version}"),
         *sorted(versions.glob(f"{version}.*/bin/python")),
     ]
-    shown = "import sys; print('{}.{}'.format(*sys.version_info), sys._base_executable)"
+    code = "import sys; print('{}.{}'.format(*sys.version_info), sys._base_executable)"
     for candidate in filter(None, candidates):
-        command = [str(candidate), "-c", shown]
+        command = [str(candidate), "-c", code]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        found, _, base = done.stdout.strip().partition(" ")
-        if done.returncode == 0 and found == version:
+        found_version, _, base = done.stdout.strip().partition(" ")
+        if done.returncode == 0 and found_version == version:
             return Path(base)
     return None
 

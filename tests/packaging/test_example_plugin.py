@@ -1,4 +1,4 @@
-"""The example of a plugin is complete: it installs, passes its own test, and serves."""
+"""The example plugin installs, passes its own test, and serves requests."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     return environment
 
 
-def test_its_own_test_passes(installed: Environment, tmp_path: Path) -> None:
-    """Without the example's source on the path: the installed module is tested."""
+def test_the_example_passes_its_own_test(installed: Environment, tmp_path: Path) -> None:
+    """The example's source is not on the path, so the installed module is tested."""
     shutil.copy(EXAMPLE / "test_csvlog.py", tmp_path)
     done = installed.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
 
 
-def test_it_serves_beside_this_plugin(
+def test_the_example_serves_together_with_kvpersist(
     installed: Environment, tiny_model: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "requests.csv"
@@ -60,7 +60,7 @@ def test_it_serves_beside_this_plugin(
     assert lengths == [(str(reply.prompt_tokens), "4") for reply in replies]
 
 
-def test_it_needs_a_file(installed: Environment) -> None:
+def test_the_example_does_not_start_without_its_file_option(installed: Environment) -> None:
     done = installed.run("mlx_lm.server", "--plugin", "csvlog", "--model", "none", "--port", "0")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith("add --csvlog FILE")

@@ -29,7 +29,7 @@ def quick_environment(folder: Path) -> Environment:
 
 
 def assert_activates(environment: Environment) -> None:
-    """Start the server with and without the flag. The .pth itself is tried in test_startup.py."""
+    """Start the server with and without --plugin. test_startup.py tests the .pth file itself."""
     for form in (("mlx_lm.server",), ("python", "-m", "mlx_lm.server")):
         done = environment.run(*form, "--plugin", "kvpersist", "--help")
         assert done.returncode == 0, done.stderr
@@ -37,14 +37,14 @@ def assert_activates(environment: Environment) -> None:
     assert "kvpersist" not in environment.run("mlx_lm.server", "--help").stdout
 
 
-def test_the_wheel_puts_the_pth_beside_the_package(wheel: Path) -> None:
+def test_the_wheel_has_the_pth_file_next_to_the_package(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         assert archive.read(PTH.name) == PTH.read_bytes()
     assert "mlx_lm_kvpersist/_startup.py" in names
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_contains_only_the_package(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     tops = {name.partition("/")[0] for name in names}
@@ -54,34 +54,36 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert not any("support" in name or "synthetic" in name for name in names)
 
 
-def test_the_source_distribution_holds_all_that_tests_need(tmp_path: Path) -> None:
+def test_the_source_distribution_contains_all_tracked_files(tmp_path: Path) -> None:
     uv("build", "--quiet", "--sdist", "--out-dir", tmp_path, REPOSITORY)
     (path,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert names >= {"models_check/__main__.py", "patches_check/__main__.py", "LICENSE"}
-    if (REPOSITORY / ".git").exists():  # else this is such a distribution itself
+    if (REPOSITORY / ".git").exists():  # otherwise this is an unpacked source distribution
         listed = subprocess.check_output(["git", "ls-files"], text=True, cwd=REPOSITORY)
         assert set(listed.split("\n")) - {""} - names == set()
 
 
-def test_the_metadata_names_each_python_and_where_to_look(wheel: Path) -> None:
+def test_the_metadata_has_python_versions_and_project_urls(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        about = message_from_bytes(archive.read(name))
+        metadata = message_from_bytes(archive.read(name))
     # twine 6.1, in the action that publishes, refuses 2.5.
-    assert about["Metadata-Version"] == "2.4"
-    classifiers = about.get_all("Classifier", [])
-    minors = [each.rpartition(" ")[2] for each in classifiers if "Python :: 3." in each]
+    assert metadata["Metadata-Version"] == "2.4"
+    classifiers = metadata.get_all("Classifier", [])
+    minors = [
+        classifier.rpartition(" ")[2] for classifier in classifiers if "Python :: 3." in classifier
+    ]
     assert minors == list(PYTHONS)
-    assert about["Requires-Python"] == f">={PYTHONS[0]}"
-    urls = dict(url.split(", ") for url in about.get_all("Project-URL", []))
+    assert metadata["Requires-Python"] == f">={PYTHONS[0]}"
+    urls = dict(url.split(", ") for url in metadata.get_all("Project-URL", []))
     assert urls.keys() >= {"Homepage", "Documentation", "Issues", "Changelog"}
     assert all(url.startswith("https://") for url in urls.values())
 
 
 def test_the_wheel_activates_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
-    """Stock mlx-lm is borrowed from this environment; the package comes from the wheel alone."""
+    """Stock mlx-lm comes from this environment, the package only from the wheel."""
     environment = quick_environment(tmp_path)
     uv("pip", "install", "--quiet", "--no-deps", "--python", environment.python, wheel)
     assert (environment.site_packages / PTH.name).is_file()
@@ -91,16 +93,21 @@ def test_the_wheel_activates_in_a_fresh_environment(wheel: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("tool", ["uv", "pip"])
-def test_uninstalling_leaves_nothing(wheel: Path, tmp_path: Path, tool: str) -> None:
-    """Neither installed files nor files that Python compiled.
+def test_uninstalling_removes_installed_and_compiled_files(
+    wheel: Path, tmp_path: Path, tool: str
+) -> None:
+    """Installed files and compiled files are removed.
 
     No installer removes files that Python compiled with -O or -OO, for any package.
     """
     environment = make_environment(tmp_path / "venv")
     before = files_of(environment.folder)
     if tool == "uv":
-        of = ("--quiet", "--python", str(environment.python))
-        install, uninstall = ["uv", "pip", "install", *of], ["uv", "pip", "uninstall", *of]
+        options = ("--quiet", "--python", str(environment.python))
+        install, uninstall = (
+            ["uv", "pip", "install", *options],
+            ["uv", "pip", "uninstall", *options],
+        )
     else:
         pip = [sys.executable, "-m", "pip", "--python", str(environment.python)]
         install, uninstall = [*pip, "install", "-q"], [*pip, "uninstall", "-q", "-y"]
@@ -120,7 +127,7 @@ def run_tool(*command: str | Path) -> None:
     if program == "uv":
         uv(*arguments)
         return
-    env = {**os.environ, "PYTHONPYCACHEPREFIX": ""}  # else pip leaves compiled files
+    env = {**os.environ, "PYTHONPYCACHEPREFIX": ""}  # otherwise pip leaves compiled files
     done = subprocess.run([program, *arguments], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
 
@@ -133,8 +140,8 @@ def test_an_editable_install_activates(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_everything_from_the_index_activates(wheel: Path, tmp_path: Path) -> None:
-    """Nothing borrowed: the wheel with its dependencies, as a user's first install."""
+def test_an_install_with_dependencies_from_the_index_activates(wheel: Path, tmp_path: Path) -> None:
+    """The dependencies come from the index, as in a user's first installation."""
     folder = tmp_path / "venv"
     uv("venv", "--quiet", "--python", sys.executable, folder)
     environment = Environment(folder)
@@ -147,7 +154,7 @@ def test_everything_from_the_index_activates(wheel: Path, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_tool_environment_activates(wheel: Path, tmp_path: Path) -> None:
+def test_a_uv_tool_environment_activates(wheel: Path, tmp_path: Path) -> None:
     """`uv tool install mlx-lm --with mlx-lm-kvpersist`."""
     tools = {
         "UV_TOOL_DIR": str(tmp_path / "tools"),

@@ -10,7 +10,7 @@ from tests.support.host import REPOSITORY
 from tools.release_notes import CHANGELOG, notes_of
 
 
-def test_the_notes_of_a_version_are_its_section() -> None:
+def test_release_notes_are_the_versions_changelog_section() -> None:
     changelog = (
         "# Changelog\n\n## [2.0.0] - 2027-01-01\n\nNew.\n\n## [1.0.0] - 2026-01-01\n\nOld.\n"
     )

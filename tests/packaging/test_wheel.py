@@ -60,7 +60,7 @@ class Installed:
     def server(
         self, model: Path, store: Path, *flags: str, env: dict[str, str] | None = None
     ) -> ServerProcess:
-        """The server of this environment; nothing of the checkout is importable."""
+        """Return a server of this environment, which cannot import the checkout."""
         return ServerProcess(
             model,
             *("--plugin", "kvpersist", "--kvpersist-dir", str(store)),
@@ -89,8 +89,8 @@ def environment(
     request: pytest.FixtureRequest, wheel: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Installed]:
     folder = tmp_path_factory.mktemp("a folder with spaces") / f"python {request.param}"
-    made = installed(wheel, request.param, folder)
-    yield made
+    prepared = installed(wheel, request.param, folder)
+    yield prepared
     shutil.rmtree(folder)
 
 
@@ -98,8 +98,8 @@ def chat(server: ServerProcess) -> Reply:
     return server.chat(MESSAGES, session="log", temperature=0.0, max_tokens=8)
 
 
-def assert_comes_back(server: ServerProcess, reply: Reply) -> None:
-    """The restarted server has read the prompt from disk, and replies the same."""
+def assert_restored(server: ServerProcess, reply: Reply) -> None:
+    """Assert that the server restores the prompt from disk and gives the same reply."""
     again = chat(server)
     assert again.text == reply.text
     assert again.kvpersist["outcome"] == "EXACT" and again.kvpersist["tier"] == "disk"
@@ -110,7 +110,7 @@ def assert_comes_back(server: ServerProcess, reply: Reply) -> None:
 def test_a_conversation_survives_kill9(
     environment: Installed, tiny_model: Path, tmp_path: Path
 ) -> None:
-    # 3.10 gets the newest mlx-lm that has it.
+    # Python 3.10 gets the newest mlx-lm that supports it.
     expected = "0.31.3" if environment.minor == 10 else "0.32."
     assert environment.version("mlx-lm").startswith(expected)
     store = tmp_path / "a store with spaces"
@@ -120,17 +120,19 @@ def test_a_conversation_survives_kill9(
         settle(server)
         server.kill9()
         server.start()
-        assert_comes_back(server, reply)
-    # Without assertions and docstrings, and where text is ASCII.
+        assert_restored(server, reply)
+    # Without assertions and docstrings, and in an ASCII locale.
     locale = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     with environment.server(tiny_model, store, "-OO", env=locale) as server:
-        assert_comes_back(server, reply)
-        said = server.chat([{"role": "user", "content": "Grüße, 世界, \U0001f44b"}], max_tokens=4)
-        assert said.kvpersist["outcome"] in ("MISS", "DIVERGE")
+        assert_restored(server, reply)
+        other_reply = server.chat(
+            [{"role": "user", "content": "Grüße, 世界, \U0001f44b"}], max_tokens=4
+        )
+        assert other_reply.kvpersist["outcome"] in ("MISS", "DIVERGE")
 
 
-def test_the_commands_work_without_docstrings_in_ascii(environment: Installed) -> None:
-    """`doctor` examines the whole installation, `--help` and `selftest` need what -OO removes."""
+def test_the_commands_work_without_docstrings_in_an_ascii_locale(environment: Installed) -> None:
+    """-OO removes docstrings and assertions, which `--help` and `selftest` could depend on."""
     variables = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     variables["PATH"] = f"{environment.folder / 'bin'}{os.pathsep}{variables['PATH']}"
     variables.pop("PYTHONPATH", None)
@@ -150,34 +152,34 @@ def test_the_commands_work_without_docstrings_in_ascii(environment: Installed) -
             assert done.returncode == 0, f"{program} {command}\n{done.stdout}{done.stderr}"
 
 
-def test_site_packages_need_not_be_writable(
+def test_the_server_runs_with_read_only_site_packages(
     environment: Installed, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Root may write anywhere, so the test gives that right up first."""
-    obeying: list[str] = []
+    """Root may write anywhere, so the processes run without that capability."""
+    without_override: list[str] = []
     if os.geteuid() == 0:
         bounds = ("-dac_override", "-dac_override")
-        obeying = ["setpriv", "--bounding-set", bounds[0], "--inh-caps", bounds[1]]
-    # Folders only: the installer's cache may have the same files under other names.
+        without_override = ["setpriv", "--bounding-set", bounds[0], "--inh-caps", bounds[1]]
+    # Only folders are changed: the installer's cache may have hard links to the same files.
     folders = [environment.folder, *(p for p in environment.folder.rglob("*") if p.is_dir())]
     folders = [folder for folder in folders if not folder.is_symlink()]
     for folder in folders:
         folder.chmod(0o555)
     try:
         for folder in environment.folder.glob("lib/python*/site-packages"):
-            touch = [*obeying, environment.python, "-c", "open('new', 'w')"]
+            touch = [*without_override, environment.python, "-c", "open('new', 'w')"]
             done = subprocess.run(touch, capture_output=True, text=True, check=False, cwd=folder)
             assert "PermissionError" in done.stderr, "the folder can be written to"
         server = environment.server(tiny_model, tmp_path / "store")
-        if obeying:
-            server.launcher = (*obeying[1:], server.python, *server.launcher)
-            server.python = obeying[0]
+        if without_override:
+            server.launcher = (*without_override[1:], server.python, *server.launcher)
+            server.python = without_override[0]
         with server:
             reply = chat(server)
             settle(server)
             server.kill9()
             server.start()
-            assert_comes_back(server, reply)
+            assert_restored(server, reply)
     finally:
         for folder in folders:
             folder.chmod(0o755)
@@ -185,27 +187,27 @@ def test_site_packages_need_not_be_writable(
 
 @pytest.fixture(scope="module")
 def other(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
-    """An environment with the Python of this one."""
+    """An environment with the Python version of this process."""
     version = "{}.{}".format(*sys.version_info)
-    made = installed(wheel, version, tmp_path_factory.mktemp("other") / "venv")
-    yield made
-    shutil.rmtree(made.folder)
+    prepared = installed(wheel, version, tmp_path_factory.mktemp("other") / "venv")
+    yield prepared
+    shutil.rmtree(prepared.folder)
 
 
 def test_two_environments_share_a_store(
     environment: Installed, other: Installed, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """At the same time; with Python 3.10 these are two versions of mlx-lm."""
+    """Both servers run at the same time, with Python 3.10 on two versions of mlx-lm."""
     store = tmp_path / "store"
     with environment.server(tiny_model, store) as server:
         reply = chat(server)
         settle(server)
-        with other.server(tiny_model, store) as beside:
-            assert_comes_back(beside, reply)
+        with other.server(tiny_model, store) as other_server:
+            assert_restored(other_server, reply)
             turn = [*MESSAGES, {"role": "assistant", "content": reply.text}, QUESTION]
-            longer = beside.chat(turn, session="log", temperature=0.0, max_tokens=8)
+            longer = other_server.chat(turn, session="log", temperature=0.0, max_tokens=8)
             assert longer.kvpersist["outcome"] == "EXTEND"
-            settle(beside)
+            settle(other_server)
             again = server.chat(turn, session="log", temperature=0.0, max_tokens=8)
             assert again.text == longer.text and again.kvpersist["outcome"] == "EXACT"
 
@@ -222,18 +224,18 @@ def settle(server: ServerProcess) -> None:
         time.sleep(0.05)
 
 
-def test_uninstalling_leaves_nothing(environment: Installed) -> None:
-    """The last of these tests, after the servers and commands have written their files."""
+def test_uninstalling_removes_the_plugins_files(environment: Installed) -> None:
+    """This test runs last, after servers and commands have written their files."""
     assert any("kvpersist" in path for path in files_of(environment.folder))
     uv("pip", "uninstall", "--quiet", "--python", environment.python, "mlx-lm-kvpersist")
     left = files_of(environment.folder) - environment.before
     files = [path for path in left if (environment.folder / path).is_file()]
-    # Other packages keep their compiled files, and no installer removes files of -OO.
+    # Other packages keep their compiled files, and installers do not remove files of -OO.
     assert [path for path in files if not path.endswith(".pyc") and path != ".lock"] == []
 
 
 def test_the_source_distribution_runs_its_tests(tmp_path: Path) -> None:
-    """In an environment of its own, with nothing of this checkout."""
+    """In a separate environment, without this checkout."""
     uv("build", "--quiet", "--sdist", "--out-dir", tmp_path, REPOSITORY)
     (packed,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(packed) as archive:

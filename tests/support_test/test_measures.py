@@ -1,4 +1,4 @@
-"""The measures of the package's simplicity count only what they name."""
+"""The measures of simplicity in tools/measures.py count the right names, cycles and locks."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ HOST = (
 )
 
 
-def test_vague_names_are_counted_where_they_are_bound() -> None:
+def test_vague_names_are_counted_once_per_binding() -> None:
     assert n_vague_names("def f(one, rows):\n    for part in one:\n        rows.found = part") == 2
 
 
-def test_cycles_are_found_over_any_number_of_modules(tmp_path: Path) -> None:
+def test_import_cycles_include_imports_within_functions(tmp_path: Path) -> None:
     for name, text in SOURCES.items():
         path = tmp_path.joinpath(*name.split("."))
         is_folder = name in (NAME, f"{NAME}.store")
@@ -54,11 +54,11 @@ def test_cycles_are_found_over_any_number_of_modules(tmp_path: Path) -> None:
     assert import_cycles(imports) == {frozenset((pool, disk))}
 
 
-def test_locks_of_threading_are_counted_where_they_are_made() -> None:
+def test_only_created_threading_locks_are_counted() -> None:
     assert n_locks(LOCKS) == 3
 
 
-def test_private_names_are_those_of_mlx_lm_that_are_named_or_read() -> None:
+def test_private_names_are_mlx_lm_names_that_code_uses() -> None:
     table = 'Uses("BatchGenerator._next", "x")\nself._rows = 2\nprint(self._rows, self._own)'
     assert private_names(table, HOST) == {"_next"}
     assert private_names("batch._rows.size", HOST) == {"_rows"}

@@ -18,10 +18,10 @@ def f(a: int, b: "1 < 2") -> int:
 """
 
 
-def mutated(tmp_path: Path) -> set[str]:
+def mutated_lines(tmp_path: Path) -> set[str]:
     path = tmp_path / "source.py"
     path.write_text(SOURCE, encoding="utf-8")
-    found = set()
+    lines = set()
     for mutant in mutants_of(path, tmp_path):
         changed = SOURCE.encode()[: mutant.start] + mutant.after.encode()
         changed += SOURCE.encode()[mutant.stop :]
@@ -31,12 +31,12 @@ def mutated(tmp_path: Path) -> set[str]:
             for before, after in zip(SOURCE.split("\n"), changed.decode().split("\n"), strict=True)
             if before != after
         )
-        found.add(line)
-    return found
+        lines.add(line)
+    return lines
 
 
-def test_a_mutant_is_one_small_change_of_what_runs(tmp_path: Path) -> None:
-    assert mutated(tmp_path) == {
+def test_mutants_are_single_changes_of_executed_code(tmp_path: Path) -> None:
+    assert mutated_lines(tmp_path) == {
         "if (a <= b) and not b:",
         "if (a < b or not b):",
         "if (not b):",
@@ -52,7 +52,7 @@ def test_a_mutant_is_one_small_change_of_what_runs(tmp_path: Path) -> None:
     }
 
 
-def test_equal_lines_have_keys_of_their_own(tmp_path: Path) -> None:
+def test_mutants_of_equal_lines_have_different_keys(tmp_path: Path) -> None:
     path = tmp_path / "source.py"
     path.write_text("x = 1\nx = 1\n", encoding="utf-8")
     before = [mutant.key for mutant in mutants_of(path, tmp_path)]
@@ -61,14 +61,14 @@ def test_equal_lines_have_keys_of_their_own(tmp_path: Path) -> None:
     assert len(set(before)) == 2
 
 
-def test_every_module_has_tests() -> None:
+def test_target_tests_of_every_module_exist() -> None:
     for folder in FOLDERS:
         for path in sorted((ROOT / PACKAGE / folder).glob("*.py")):
             for target in targets_of(str(path.relative_to(ROOT))):
                 assert not target.startswith("tests/") or (ROOT / target).exists(), target
 
 
-def test_what_may_survive_is_still_there_and_has_a_reason() -> None:
+def test_accepted_mutants_exist_in_the_source_with_a_reason() -> None:
     for accepted in accepted_mutants():
         source = (ROOT / accepted["file"]).read_text(encoding="utf-8")
         assert accepted["line"] in [line.strip() for line in source.split("\n")], accepted

@@ -11,7 +11,7 @@ import pytest
 from tests.support import openblas
 
 
-def test_it_joins_what_is_preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_openblas_is_added_to_other_preloaded_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(openblas, "find_library", lambda name: f"lib{name}.so.0")
     monkeypatch.delenv("LD_PRELOAD", raising=False)
@@ -28,7 +28,7 @@ def test_it_joins_what_is_preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_a_line_says_where_it_is_missing(
+def test_missing_openblas_is_reported_on_linux(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(openblas, "find_library", lambda name: None)
@@ -41,18 +41,18 @@ def test_a_line_says_where_it_is_missing(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="preloads on Linux only")
-def test_a_process_preloads_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_preloads_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library of glibc that Python does not load replaces OpenBLAS, which may be missing."""
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     monkeypatch.setattr(openblas, "find_library", lambda name: "libanl.so.1")
     command = [sys.executable, "-c", "print(open('/proc/self/maps').read())"]
-    for added, is_there in (({}, False), (openblas.openblas_env(), True)):
-        environment = {**os.environ, **added}
+    for variables, is_loaded in (({}, False), (openblas.openblas_env(), True)):
+        environment = {**os.environ, **variables}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        assert ("libanl" in done.stdout) is is_there
+        assert ("libanl" in done.stdout) is is_loaded
 
 
-def test_a_command_runs_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launcher_runs_a_command_with_openblas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     shown = "import os; print(os.environ.get('LD_PRELOAD', ''))"
     launcher = [sys.executable, "-m", "tests.support.openblas", sys.executable, "-c", shown]

@@ -1,4 +1,4 @@
-"""Outlier variants compute the model's function with other keys."""
+"""Outlier variants of a model have larger keys and the same logits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def logits_and_keys(path: Path) -> tuple[mx.array, list[mx.array]]:
 
 def weights_of(path: Path) -> dict[str, mx.array]:
     weights: Any = mx.load(str(path / "model.safetensors"))
-    mx.eval(weights)  # evaluated before a test writes the file that they are read from
+    mx.eval(weights)  # evaluate the arrays before a test overwrites their file
     return dict(weights)
 
 
@@ -40,7 +40,7 @@ def largest_difference(a: mx.array, b: mx.array) -> float:
     return float(share)
 
 
-def test_the_function_stays_and_the_keys_grow(tmp_path: Path) -> None:
+def test_outliers_enlarge_keys_and_keep_logits(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "plain", n_heads=8, n_kv_heads=2, n_layers=3)
     logits, keys = logits_and_keys(model)
     variant = add_outliers(model, tmp_path / "variant", factors=(8, 16), n_pairs=3)
@@ -55,7 +55,7 @@ def test_the_function_stays_and_the_keys_grow(tmp_path: Path) -> None:
     assert len(set(map(tuple, heads))) > 1, "each head has pairs of its own"
 
 
-def test_other_layers_stay_as_they_are(tmp_path: Path) -> None:
+def test_outliers_change_only_the_given_layers(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "plain", n_layers=3)
     variant = add_outliers(model, tmp_path / "variant", factors=(32, 64), layers=(0, -1))
     before, after = weights_of(model), weights_of(variant)
@@ -67,7 +67,7 @@ def test_other_layers_stay_as_they_are(tmp_path: Path) -> None:
     }
 
 
-def test_biases_are_scaled_with_their_rows(tmp_path: Path) -> None:
+def test_outliers_keep_logits_of_a_model_with_biases(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "plain", model_type="qwen2")
     weights = weights_of(model)
     for name, value in weights.items():
@@ -79,7 +79,7 @@ def test_biases_are_scaled_with_their_rows(tmp_path: Path) -> None:
     assert largest_difference(logits, variant_logits) < 1e-5
 
 
-def test_the_seed_chooses_the_pairs(tmp_path: Path) -> None:
+def test_the_seed_determines_the_variant(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "plain")
     first, second, other = (
         (add_outliers(model, tmp_path / str(n), seed=seed) / "model.safetensors").read_bytes()
@@ -95,7 +95,7 @@ def test_the_seed_chooses_the_pairs(tmp_path: Path) -> None:
         ("llama", {"rope_traditional": True}, "pairs neighbouring channels"),
     ],
 )
-def test_a_model_that_would_change_is_refused(
+def test_a_model_whose_logits_would_change_is_refused(
     model_type: str, config: dict[str, Any], problem: str, tmp_path: Path
 ) -> None:
     model = make_tiny_model(tmp_path / "plain", model_type=model_type, config=config)
@@ -108,7 +108,7 @@ def test_a_model_that_would_change_is_refused(
 @pytest.mark.parametrize(
     ("factors", "layers"), [((4.0, 8.0), None), ((8.0, 16.0), None), ((32.0, 64.0), (0, -1))]
 )
-def test_smollm2_with_outliers_is_smollm2(
+def test_outliers_keep_logits_of_smollm2(
     factors: tuple[float, float], layers: tuple[int, ...] | None, smollm2: Path, tmp_path: Path
 ) -> None:
     logits, keys = logits_and_keys(smollm2)

@@ -1,4 +1,4 @@
-"""The client reads the same reply from a stream as from a whole answer; failures show the log."""
+"""ServerProcess: streamed and whole replies, restarts, ports, and failed starts."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def test_stream_and_whole_reply_agree(server: ServerProcess) -> None:
-    asked = [*MESSAGES, {"role": "user", "content": "Twice?"}]  # no other test asks this
-    whole = server.chat(asked, max_tokens=24)
-    stream = server.chat(asked, stream=True, max_tokens=24)
+    messages = [*MESSAGES, {"role": "user", "content": "Twice?"}]  # no other test sends this prompt
+    whole = server.chat(messages, max_tokens=24)
+    stream = server.chat(messages, stream=True, max_tokens=24)
     assert whole.text
     assert (stream.text, stream.finish_reason) == (whole.text, whole.finish_reason)
     assert stream.finish_reason == "length"
@@ -46,7 +46,7 @@ def test_stream_and_whole_reply_agree(server: ServerProcess) -> None:
     assert whole.cached_tokens < whole.prompt_tokens - 1 == stream.cached_tokens
 
 
-def test_text_completion(server: ServerProcess) -> None:
+def test_stream_and_whole_text_completion_agree(server: ServerProcess) -> None:
     whole = server.complete("The harbour master", max_tokens=8)
     assert whole.text == server.complete("The harbour master", stream=True, max_tokens=8).text
     assert whole.usage["total_tokens"] == whole.prompt_tokens + 8
@@ -58,7 +58,7 @@ def test_logit_bias_ends_a_reply(server: ServerProcess) -> None:
     assert (reply.text, reply.finish_reason) == ("", "stop")
 
 
-def test_request_returns_refusals_and_chat_raises_them(server: ServerProcess) -> None:
+def test_request_returns_error_replies_and_chat_raises(server: ServerProcess) -> None:
     status, headers, body = server.request("GET", "/no/such/path")
     assert (status, body) == (404, b"Not Found")
     assert "content-type" in headers
@@ -85,17 +85,19 @@ def test_restart_after_kill9_keeps_the_port(tiny_model: Path, start_server: Star
 
 
 @pytest.mark.parametrize("plugin", [False, True])
-def test_another_servers_port_is_not_taken_for_its_own(
+def test_start_fails_if_another_server_has_the_port(
     server: ServerProcess, tiny_model: Path, start_server: StartServer, plugin: bool
 ) -> None:
     start = start_server.with_plugin if plugin else start_server
-    with pytest.raises(ServerError, match=f"port {server.port} belongs to another process") as told:
+    with pytest.raises(
+        ServerError, match=f"port {server.port} belongs to another process"
+    ) as error:
         start(tiny_model, port=server.port)
-    assert str(server.port) in str(told.value)
+    assert str(server.port) in str(error.value)
     assert server.healthy(), "the other was left alone"
 
 
-def test_a_port_that_was_taken_meanwhile_is_left_to_its_owner(
+def test_start_chooses_another_port_if_the_first_was_taken(
     server: ServerProcess, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """free_port() returns a port that another process takes before the server does."""
@@ -107,7 +109,7 @@ def test_a_port_that_was_taken_meanwhile_is_left_to_its_owner(
         assert own.pid != server.pid and server.healthy()
 
 
-def test_a_server_that_has_ended_is_not_healthy_because_another_is(
+def test_an_ended_server_is_not_healthy_through_anothers_port(
     server: ServerProcess, tiny_model: Path
 ) -> None:
     own = ServerProcess(tiny_model)
@@ -137,7 +139,7 @@ server.main()
 
 
 def test_model_that_does_not_load_fails_at_once(tmp_path: Path) -> None:
-    """Stock's /health is good until its thread has failed, so this server listens after that."""
+    """Stock's /health reports success until its thread fails, so this server listens later."""
     launcher = tmp_path / "launcher.py"
     launcher.write_text(LISTENS_LATE, encoding="utf-8")
     server = ServerProcess(tmp_path, launcher=(str(launcher),), log_path=tmp_path / "log")
@@ -146,12 +148,12 @@ def test_model_that_does_not_load_fails_at_once(tmp_path: Path) -> None:
             pass
         assert not server.alive
     else:
-        # The health of this server is good, but it never answers.
+        # /health of this server reports success, but the server never replies.
         with server:
             wait_until(lambda: "config.json" in server.log, "the traceback")
 
 
-def test_parse_outcome() -> None:
+def test_parse_outcome_reads_the_fields_of_the_header() -> None:
     header = "outcome=EXTEND; tier=disk; reused=1234; restore_ms=12.3"
     parsed = {"outcome": "EXTEND", "tier": "disk", "reused": "1234", "restore_ms": "12.3"}
     assert parse_outcome(header) == parsed

@@ -14,7 +14,7 @@ from mlx_lm.generate import generate_step
 from tests.support.synthetic import smollm2 as maker
 
 
-def test_without_the_registry_it_is_said(
+def test_a_failed_download_is_reported_and_caches_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("KVPERSIST_MODELS", str(tmp_path / "cache"))
@@ -34,7 +34,7 @@ def test_without_the_registry_it_is_said(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_it_answers_as_a_model_that_has_learned(smollm2: Path) -> None:
+def test_smollm2_answers_a_question_correctly(smollm2: Path) -> None:
     model, tokenizer = load(str(smollm2))
     text = "In 1868, Ruth's 247 tonnes: Grüße 🙂\n\tdone"
     assert tokenizer.decode(tokenizer.encode(text)) == text

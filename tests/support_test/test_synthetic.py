@@ -1,4 +1,4 @@
-"""Tiny models are like real models in what matters: tokenizer, template, replies."""
+"""Tiny models resemble real models in tokenizer, template and replies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ MESSAGES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bos", [False, True])
-def test_tokenizer_and_template(kind: TokenizerKind, bos: bool, tmp_path: Path) -> None:
+def test_tokenizer_round_trips_text_and_template_renders_messages(
+    kind: TokenizerKind, bos: bool, tmp_path: Path
+) -> None:
     _, tokenizer = load(str(make_tiny_model(tmp_path, tokenizer=kind, bos=bos, n_layers=1)))
     text = "\n".join(corpus_lines()) + "\nnever seen: ŷ ǆ 🦔 \x07"
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -42,8 +44,8 @@ def test_tokenizer_and_template(kind: TokenizerKind, bos: bool, tmp_path: Path) 
     streaming.finalize()
     assert streaming.text == text
 
-    begin = [tokenizer.bos_token_id] if bos else []
-    assert tokenizer.encode("hi") == begin + tokenizer.encode("hi", add_special_tokens=False)
+    bos_ids = [tokenizer.bos_token_id] if bos else []
+    assert tokenizer.encode("hi") == bos_ids + tokenizer.encode("hi", add_special_tokens=False)
     rendered = tokenizer.apply_chat_template(
         MESSAGES, tools=[{"name": "f"}], add_generation_prompt=True, tokenize=False
     )
@@ -51,12 +53,14 @@ def test_tokenizer_and_template(kind: TokenizerKind, bos: bool, tmp_path: Path) 
         assert message["content"] in rendered
     assert '{"name": "f", "arguments": {"city": "Köln"}}' in rendered
     prompt = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True)
-    assert prompt[:1] == begin if bos else prompt[0] not in begin
-    assert prompt.count(tokenizer.bos_token_id) == len(begin)
+    assert prompt[:1] == bos_ids if bos else prompt[0] not in bos_ids
+    assert prompt.count(tokenizer.bos_token_id) == len(bos_ids)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_greedy_replies_vary_and_end_only_when_allowed(kind: TokenizerKind, tmp_path: Path) -> None:
+def test_greedy_replies_vary_and_have_no_special_tokens(
+    kind: TokenizerKind, tmp_path: Path
+) -> None:
     model, tokenizer = load(str(make_tiny_model(tmp_path, tokenizer=kind)))
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Tell me."}], add_generation_prompt=True
@@ -79,7 +83,7 @@ def test_equal_arguments_write_equal_files(tmp_path: Path) -> None:
     assert (first / weights).read_bytes() != (other / weights).read_bytes()
 
 
-def test_other_architectures(tmp_path: Path) -> None:
+def test_make_tiny_model_supports_other_architectures(tmp_path: Path) -> None:
     sliding = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}
     model, _ = load(str(make_tiny_model(tmp_path / "llama", config=sliding)))
     assert [type(c).__name__ for c in model.make_cache()] == ["RotatingKVCache", "KVCache"]
@@ -88,7 +92,7 @@ def test_other_architectures(tmp_path: Path) -> None:
         make_tiny_model(tmp_path / "nonsense", model_type="nonsense")
 
 
-def test_conversation_has_the_length_asked_for() -> None:
+def test_synthetic_conversation_has_the_requested_length() -> None:
     messages = synthetic_conversation(n_turns=3, n_chars=6000)
     assert [m["role"] for m in messages] == ["system", *["user", "assistant"] * 2, "user"]
     assert 5500 < sum(len(m["content"]) for m in messages) < 6500

@@ -22,7 +22,9 @@ def _sleeping(zygote: Zygote, log: Path, seconds: float = 60.0, **env: str) -> F
     return zygote.fork(command, log, {**os.environ, **VARIABLES, **env})
 
 
-def test_life_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forks_run_until_they_exit_or_the_zygote_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     zygote, log = Zygote(), tmp_path / "log"
     assert _sleeping(zygote, log, XDG_CACHE_HOME=str(tmp_path)) is None, "it has read another"
     with ThreadPoolExecutor(4) as threads:
