@@ -287,7 +287,7 @@ def test_the_run_waits_until_all_blocks_are_put(
 def test_only_ours_has_the_shared_store(
     run: Run, answers: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One server puts all prompts. Then `ours` and `computed` take turns."""
+    """One server puts all prompts into it. Then `ours` and `computed` take turns."""
     requests: list[tuple[str, bool, str | None]] = []
 
     def ask(server: BenchmarkServer, messages: list[Message], n: int, expected: Expected) -> Reply:

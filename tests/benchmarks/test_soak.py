@@ -28,14 +28,15 @@ def test_memory_of_a_process_includes_new_allocations() -> None:
 
 
 @pytest.mark.parametrize(
-    ("last", "grew"), [(GIB, False), (GIB + GIB // 8, False), (GIB + GIB // 4, True), (0, False)]
+    ("last_bytes", "has_grown"),
+    [(GIB, False), (GIB + GIB // 8, False), (GIB + GIB // 4, True), (0, False)],
 )
-def test_soak_detects_growing_memory(tmp_path: Path, last: int, grew: bool) -> None:
+def test_soak_detects_growing_memory(tmp_path: Path, last_bytes: int, has_grown: bool) -> None:
     """Typical samples are compared, so a short peak does not count."""
     soak_run = Soak("model", tmp_path, ())
-    soak_run.samples = [*[GIB // 2] * 5, *[GIB] * 10, 4 * GIB, *[last] * 4, 4 * GIB]
-    assert soak_run.grew == grew
-    soak_run.samples = soak_run.samples[-6:]  # too short to tell
+    soak_run.samples = [*[GIB // 2] * 5, *[GIB] * 10, 4 * GIB, *[last_bytes] * 4, 4 * GIB]
+    assert soak_run.grew == has_grown
+    soak_run.samples = soak_run.samples[-6:]  # too few samples
     assert not soak_run.grew
 
 

@@ -18,7 +18,9 @@ from mlx_lm_kvpersist.cli.servers import Reply
 from mlx_lm_kvpersist.errors import KVPersistError
 
 
-def planned(tmp_path: Path, tokens_per_s: float, minutes: float = 5, load_s: float = 5) -> Any:
+def plan_at_speed(
+    tmp_path: Path, tokens_per_s: float, minutes: float = 5, load_s: float = 5
+) -> Any:
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 131072}')
     return plan(str(tmp_path), StockSpeed(load_s, tokens_per_s, 30.0, 3.0), 60 * minutes, 0.0)
 
@@ -37,14 +39,14 @@ def planned(tmp_path: Path, tokens_per_s: float, minutes: float = 5, load_s: flo
 def test_prompts_are_as_long_as_the_time_allows(
     tmp_path: Path, tokens_per_s: float, expected: tuple[int, int]
 ) -> None:
-    n_tokens, n_conversations = planned(tmp_path, tokens_per_s)
+    n_tokens, n_conversations = plan_at_speed(tmp_path, tokens_per_s)
     assert (n_tokens, n_conversations) == expected
     computing_s = 3 * n_conversations * n_tokens / tokens_per_s
     assert computing_s < 5 * 60 - 3 * 5 - 2 * 5
 
 
 def test_more_time_gives_longer_prompts(tmp_path: Path) -> None:
-    n_tokens = [planned(tmp_path, 200, minutes)[0] for minutes in (2, 5, 20, 60)]
+    n_tokens = [plan_at_speed(tmp_path, 200, minutes)[0] for minutes in (2, 5, 20, 60)]
     assert n_tokens == sorted(n_tokens) and n_tokens[0] < n_tokens[-1] == LENGTHS[-1]
 
 
@@ -55,9 +57,9 @@ def test_prompts_fit_into_the_models_context(tmp_path: Path) -> None:
 
 def test_refusal_on_a_slow_machine_states_the_minutes_needed(tmp_path: Path) -> None:
     with pytest.raises(KVPersistError, match=r"computes 1 tokens .* give --minutes (\d+)") as error:
-        planned(tmp_path, 1.0)
+        plan_at_speed(tmp_path, 1.0)
     needed = int(str(error.value).partition("--minutes ")[2].partition(",")[0])
-    assert planned(tmp_path, 1.0, minutes=needed) == (256, 1)
+    assert plan_at_speed(tmp_path, 1.0, minutes=needed) == (256, 1)
 
 
 def test_conversation_alternates_user_and_assistant_messages() -> None:
@@ -87,14 +89,10 @@ def test_wrong_options_are_refused_before_measuring_starts(
 
 
 def test_times_as_fast_is_above_one_if_kvpersist_is_faster() -> None:
-    comparison = row("first token", "s", [2.0, 8.0, 4.0], [1.0, 2.0, 4.0])
-    assert (comparison["stock"], comparison["kvpersist"], comparison["times_as_fast"]) == (
-        4.0,
-        2.0,
-        2.0,
-    )
-    comparison = row("reply", "tokens/s", [50.0], [40.0], more_is_better=True)
-    assert comparison["times_as_fast"] == 0.8
+    result = row("first token", "s", [2.0, 8.0, 4.0], [1.0, 2.0, 4.0])
+    assert (result["stock"], result["kvpersist"], result["times_as_fast"]) == (4.0, 2.0, 2.0)
+    result = row("reply", "tokens/s", [50.0], [40.0], more_is_better=True)
+    assert result["times_as_fast"] == 0.8
 
 
 CONTENT: dict[str, Any] = {
@@ -171,7 +169,6 @@ def test_bench_downloads_the_same_files_as_mlx_lm(
     monkeypatch.setattr(bench, "snapshot_download", download)
     assert bench.fetched("some/model") == tmp_path
     ((name, patterns),) = downloads
-    stock_patterns = getattr(
-        utils, "DEFAULT_ALLOW_PATTERNS", patterns
-    )  # mlx-lm 0.31.3 has no such constant
+    # mlx-lm 0.31.3 does not have this constant.
+    stock_patterns = getattr(utils, "DEFAULT_ALLOW_PATTERNS", patterns)
     assert name == "some/model" and set(patterns) == set(stock_patterns)

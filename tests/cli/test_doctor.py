@@ -22,7 +22,7 @@ from mlx_lm_kvpersist.cli import doctor
 from mlx_lm_kvpersist.host.patching import versions
 from tests.support.host import PTH, Environment, place_of_transformers
 
-from .test_permissions import nobody
+from .test_permissions import as_nobody
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +34,12 @@ def findings_by_name(done: Any) -> dict[str, dict[str, Any]]:
     return {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
 
 
-def examine(environment: Environment, *options: str) -> Any:
+def run_doctor(environment: Environment, *options: str) -> Any:
     return environment.run("python", *options, "-m", "mlx_lm_kvpersist", "doctor", "--json")
 
 
 def test_all_findings_pass_in_a_working_environment(environment: Environment) -> None:
-    by_name = findings_by_name(examine(environment))
+    by_name = findings_by_name(run_doctor(environment))
     by_name.pop("mlx-lm-kvpersist")  # a checkout on the path, not an installation
     assert [name for name, finding in by_name.items() if not finding["passed"]] == []
     assert by_name["mlx_lm.server on PATH"]["found"].startswith(f"{environment.bin}/mlx_lm.server")
@@ -57,7 +57,7 @@ def test_an_ascii_terminal_gets_replacement_characters(environment: Environment)
 def test_a_missing_pth_file_is_reported_with_a_workaround(environment: Environment) -> None:
     (pth := environment.site_packages / PTH.name).rename(pth.with_suffix(".off"))
     try:
-        done = examine(environment)
+        done = run_doctor(environment)
     finally:
         pth.with_suffix(".off").rename(pth)
     assert done.returncode == 1
@@ -194,7 +194,7 @@ def test_the_store_of_each_rank_is_reported(folder: Path, tmp_path: Path) -> Non
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 def test_a_folder_without_permission_is_reported() -> None:
-    with TemporaryDirectory() as mine, nobody():
+    with TemporaryDirectory() as mine, as_nobody():
         finding = doctor.store(Path(mine) / "store")
     assert not finding.passed and mine in finding.found and "--kvpersist-dir" in finding.advice
 

@@ -52,7 +52,7 @@ def exported(run: CommandLine, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def other(run: CommandLine, tmp_path: Path) -> CommandLine:
+def other_store(run: CommandLine, tmp_path: Path) -> CommandLine:
     """A command line for a store that does not exist yet."""
     return run.at(tmp_path / "other")
 
@@ -81,46 +81,46 @@ def forge(
 
 
 def test_an_import_writes_the_same_block_files(
-    run: CommandLine, exported: Path, other: CommandLine
+    run: CommandLine, exported: Path, other_store: CommandLine
 ) -> None:
-    done = other.json("sessions", "import", exported)
+    done = other_store.json("sessions", "import", exported)
     assert done["is_new"] and done["blocks_written"] == 4
     original = block_files(run.folder)
     names = {f"{node.key.hex()}.safetensors" for node in chain(HEAD, [30], [31], [32])}
-    assert block_files(other.folder) == {name: original[name] for name in names}
-    assert other.ids().keys() == {"last"}
-    assert other.json("store", "verify")["ok"]
+    assert block_files(other_store.folder) == {name: original[name] for name in names}
+    assert other_store.ids().keys() == {"last"}
+    assert other_store.json("store", "verify")["ok"]
     # A server finds the session by its prompt, and reads its blocks.
-    store = BlockStore(other.folder, LIMITS)
+    store = BlockStore(other_store.folder, LIMITS)
     head = store.children(ROOT.key)[0]
     assert head.ids == HEAD and store.reader.load(head, ROOT) is not None
     store.close()
 
 
-def test_a_second_import_changes_nothing(exported: Path, other: CommandLine) -> None:
-    first = other.json("sessions", "import", exported)
-    again = other.json("sessions", "import", exported)
+def test_a_second_import_changes_nothing(exported: Path, other_store: CommandLine) -> None:
+    first = other_store.json("sessions", "import", exported)
+    again = other_store.json("sessions", "import", exported)
     assert (again["id"], again["is_new"], again["blocks_written"]) == (first["id"], False, 0)
-    fill(other.folder, {"last": chain(HEAD, [30], [31], [32], [33])})
-    assert other("sessions", "import", exported) == 0 and "was there" in other.out
-    assert other.json("sessions", "show", "last")["blocks"] == 5
+    fill(other_store.folder, {"last": chain(HEAD, [30], [31], [32], [33])})
+    assert other_store("sessions", "import", exported) == 0 and "was there" in other_store.out
+    assert other_store.json("sessions", "show", "last")["blocks"] == 5
 
 
-def test_an_import_continues_a_shorter_session(exported: Path, other: CommandLine) -> None:
-    fill(other.folder, {"last": chain(HEAD, [30])})
-    session_id = other.ids()["last"]
-    done = other.json("sessions", "import", exported)
+def test_an_import_continues_a_shorter_session(exported: Path, other_store: CommandLine) -> None:
+    fill(other_store.folder, {"last": chain(HEAD, [30])})
+    session_id = other_store.ids()["last"]
+    done = other_store.json("sessions", "import", exported)
     assert (done["id"], done["blocks_written"], done["blocks"]) == (session_id, 2, 4)
-    assert len(other.ids()) == 1
+    assert len(other_store.ids()) == 1
 
 
 def test_a_session_evicted_during_its_import_is_added(
-    exported: Path, other: CommandLine, monkeypatch: pytest.MonkeyPatch
+    exported: Path, other_store: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = chain(HEAD, [30], [31], [32], [33])
-    fill(other.folder, {"last": nodes})
-    with closing(DiskStore(other.folder, LIMITS)) as disk:
-        block_path(other.folder, nodes[0].key).unlink()
+    fill(other_store.folder, {"last": nodes})
+    with closing(DiskStore(other_store.folder, LIMITS)) as disk:
+        block_path(other_store.folder, nodes[0].key).unlink()
         make_room = disk.make_room
 
         def evict(n_bytes: int, keep: Collection[bytes], *others: Any) -> bool:
@@ -152,17 +152,17 @@ def test_an_import_replaces_a_missing_block_file(run: CommandLine, exported: Pat
 
 
 def test_weird_and_missing_names_are_imported(
-    run: CommandLine, other: CommandLine, tmp_path: Path
+    run: CommandLine, other_store: CommandLine, tmp_path: Path
 ) -> None:
     fill(run.folder, {WEIRD_NAME: chain([7])})
     for number, name in enumerate((WEIRD_NAME, None)):
         path = tmp_path / f"{number}.safetensors"
         assert run("sessions", "export", run.ids()[name], path) == 0
-        assert other("sessions", "import", path) == 0
-    assert other.ids().keys() == {WEIRD_NAME, None}
+        assert other_store("sessions", "import", path) == 0
+    assert other_store.ids().keys() == {WEIRD_NAME, None}
 
 
-def spread(start: int, stop: int, n_positions: int = 60) -> list[int]:
+def evenly_spread(start: int, stop: int, n_positions: int = 60) -> list[int]:
     """Return positions from the first to the last, evenly spread."""
     last = stop - start - 1
     return sorted({start + last * n // (n_positions - 1) for n in range(n_positions)})
@@ -174,28 +174,30 @@ FEW_OR_MANY = pytest.mark.parametrize("n", [25, pytest.param(120, marks=pytest.m
 
 @FEW_OR_MANY
 def test_an_import_refuses_a_flipped_bit_anywhere(
-    exported: Path, other: CommandLine, n: int
+    exported: Path, other_store: CommandLine, n: int
 ) -> None:
     content = exported.read_bytes()
     header = content.index(b"\n") + 1
     bad = exported.with_name("bad.safetensors")
-    for position in [*spread(0, header, n), *spread(header, len(content), n)]:
+    for position in [*evenly_spread(0, header, n), *evenly_spread(header, len(content), n)]:
         changed = bytearray(content)
         changed[position] ^= 1 << position % 8
         bad.write_bytes(changed)
-        other.error("sessions", "import", bad)
-        assert not other.folder.exists(), position
+        other_store.error("sessions", "import", bad)
+        assert not other_store.folder.exists(), position
 
 
-def test_an_import_refuses_a_truncated_or_longer_file(exported: Path, other: CommandLine) -> None:
+def test_an_import_refuses_a_truncated_or_longer_file(
+    exported: Path, other_store: CommandLine
+) -> None:
     content = exported.read_bytes()
     bad = exported.with_name("bad.safetensors")
-    for n_bytes in [*range(10), *spread(10, len(content))]:
+    for n_bytes in [*range(10), *evenly_spread(10, len(content))]:
         bad.write_bytes(content[:n_bytes])
-        assert "not a complete exported session" in other.error("sessions", "import", bad)
+        assert "not a complete exported session" in other_store.error("sessions", "import", bad)
     bad.write_bytes(content + b"\0")
-    other.error("sessions", "import", bad)
-    assert not other.folder.exists()
+    other_store.error("sessions", "import", bad)
+    assert not other_store.folder.exists()
 
 
 def test_a_refused_import_changes_no_file_of_the_store(run: CommandLine, exported: Path) -> None:
@@ -208,15 +210,15 @@ def test_a_refused_import_changes_no_file_of_the_store(run: CommandLine, exporte
 
 @pytest.mark.usefixtures("with_checkpoints")
 def test_an_import_refuses_a_newer_format(
-    run: CommandLine, other: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: CommandLine, other_store: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "newer.safetensors"
     with monkeypatch.context() as patch:
         patch.setattr(session_file, "SESSION_FORMAT", 2)
         assert run("sessions", "export", "last", path) == 0
-    error = other.error("sessions", "import", path)
+    error = other_store.error("sessions", "import", path)
     assert "format 2; this version reads up to 1" in error
-    assert not other.folder.exists()
+    assert not other_store.folder.exists()
 
 
 @pytest.mark.parametrize(
@@ -225,47 +227,49 @@ def test_an_import_refuses_a_newer_format(
     ids=str,
 )
 def test_an_import_refuses_false_session_facts(
-    exported: Path, other: CommandLine, facts: dict[str, object]
+    exported: Path, other_store: CommandLine, facts: dict[str, object]
 ) -> None:
     forge(exported, facts)
-    other.error("sessions", "import", exported)
-    assert not other.folder.exists()
+    other_store.error("sessions", "import", exported)
+    assert not other_store.folder.exists()
 
 
 @pytest.mark.parametrize("order", [(1, 0, 2, 3), (0, 1, 3), (1, 2, 3), (0, 0, 1)], ids=str)
 def test_an_import_refuses_blocks_that_form_no_chain(
-    exported: Path, other: CommandLine, order: tuple[int, ...]
+    exported: Path, other_store: CommandLine, order: tuple[int, ...]
 ) -> None:
     stops = [node.stop for node in chain(HEAD, [30], [31], [32])]
     facts = {"name": "last", "n_tokens": stops[order[-1]]}
     forge(exported, facts, lambda files: [files[n] for n in order], len(order))
-    assert "does not continue" in other.error("sessions", "import", exported)
-    assert not other.folder.exists()
+    assert "does not continue" in other_store.error("sessions", "import", exported)
+    assert not other_store.folder.exists()
 
 
-def test_an_import_over_the_disk_budget_writes_nothing(exported: Path, other: CommandLine) -> None:
-    fill(other.folder, {})
-    error = other.error("sessions", "import", exported, "--kvpersist-disk", "1K")
+def test_an_import_over_the_disk_budget_writes_nothing(
+    exported: Path, other_store: CommandLine
+) -> None:
+    fill(other_store.folder, {})
+    error = other_store.error("sessions", "import", exported, "--kvpersist-disk", "1K")
     assert "do not fit" in error
-    assert block_files(other.folder) == {} and other.ids() == {}
+    assert block_files(other_store.folder) == {} and other_store.ids() == {}
 
 
 def test_an_import_with_a_failed_write_leaves_nothing(
-    exported: Path, other: CommandLine, monkeypatch: pytest.MonkeyPatch
+    exported: Path, other_store: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fill(other.folder, {})
+    fill(other_store.folder, {})
     calls: list[Path] = []
     new_file = store_folder.new_file
 
-    def full(path: Path) -> Any:
+    def fail_third_file(path: Path) -> Any:
         calls.append(path)
         if len(calls) == 3:
             raise OSError(28, "No space left on device")
         return new_file(path)
 
-    monkeypatch.setattr(store_folder, "new_file", full)
-    assert "No space left" in other.error("sessions", "import", exported)
-    assert block_files(other.folder) == {} and other.ids() == {}
+    monkeypatch.setattr(store_folder, "new_file", fail_third_file)
+    assert "No space left" in other_store.error("sessions", "import", exported)
+    assert block_files(other_store.folder) == {} and other_store.ids() == {}
 
 
 def test_export_replaces_a_file_only_with_force(run: CommandLine, exported: Path) -> None:
@@ -303,14 +307,14 @@ CHECKPOINTS = [window(LAST[0]), state(LAST[3]), window(LAST[3])]
 
 
 def test_an_import_writes_the_same_checkpoint_files(
-    run: CommandLine, exported_checkpoints: Path, other: CommandLine
+    run: CommandLine, exported_checkpoints: Path, other_store: CommandLine
 ) -> None:
-    done = other.json("sessions", "import", exported_checkpoints)
+    done = other_store.json("sessions", "import", exported_checkpoints)
     assert (done["blocks_written"], done["checkpoints_written"], done["checkpoints"]) == (4, 3, 3)
-    assert checkpoint_files(other.folder) == checkpoint_files(run.folder)
-    assert block_files(other.folder).items() <= block_files(run.folder).items()
-    assert other.json("store", "verify")["ok"]
-    store = BlockStore(other.folder, LIMITS)
+    assert checkpoint_files(other_store.folder) == checkpoint_files(run.folder)
+    assert block_files(other_store.folder).items() <= block_files(run.folder).items()
+    assert other_store.json("store", "verify")["ok"]
+    store = BlockStore(other_store.folder, LIMITS)
     imported = store.checkpoints([node.key for node in LAST])
     assert {checkpoint for checkpoints in imported.values() for checkpoint in checkpoints} == set(
         CHECKPOINTS
@@ -318,7 +322,7 @@ def test_an_import_writes_the_same_checkpoint_files(
     for checkpoint in CHECKPOINTS:
         assert store.reader.load(checkpoint, ROOT) is not None
     store.close()
-    again = other.json("sessions", "import", exported_checkpoints)
+    again = other_store.json("sessions", "import", exported_checkpoints)
     assert (again["blocks_written"], again["checkpoints_written"]) == (0, 0)
 
 
@@ -351,19 +355,22 @@ def test_a_damaged_checkpoint_is_not_exported(run: CommandLine, with_checkpoints
 
 @FEW_OR_MANY
 def test_an_import_refuses_damaged_or_truncated_checkpoints(
-    exported_checkpoints: Path, other: CommandLine, n: int
+    exported_checkpoints: Path, other_store: CommandLine, n: int
 ) -> None:
     content = exported_checkpoints.read_bytes()
     header = content.index(b"\n") + 1
     bad = exported_checkpoints.with_name("bad.safetensors")
-    for position in [*spread(0, header, n), *spread(len(content) - 90_000, len(content), n)]:
+    for position in [
+        *evenly_spread(0, header, n),
+        *evenly_spread(len(content) - 90_000, len(content), n),
+    ]:
         changed = bytearray(content)
         changed[position] ^= 1 << position % 8
         bad.write_bytes(changed)
-        other.error("sessions", "import", bad)
+        other_store.error("sessions", "import", bad)
         bad.write_bytes(content[:position])
-        other.error("sessions", "import", bad)
-    assert not other.folder.exists()
+        other_store.error("sessions", "import", bad)
+    assert not other_store.folder.exists()
 
 
 ForgedCheckpoint = tuple[dict[str, str], dict[str, mx.array]]
@@ -406,25 +413,25 @@ def unrelated_block() -> Block:
 )
 def test_an_import_refuses_false_checkpoints(
     exported_checkpoints: Path,
-    other: CommandLine,
+    other_store: CommandLine,
     change: Callable[[], list[ForgedCheckpoint]],
     problem: str,
 ) -> None:
     forge_checkpoints(exported_checkpoints, change())
     if not problem:
-        assert other.json("sessions", "import", exported_checkpoints)["checkpoints"] == 1
+        assert other_store.json("sessions", "import", exported_checkpoints)["checkpoints"] == 1
         return
-    assert problem in other.error("sessions", "import", exported_checkpoints)
-    assert not other.folder.exists()
+    assert problem in other_store.error("sessions", "import", exported_checkpoints)
+    assert not other_store.folder.exists()
 
 
 def test_an_import_refuses_a_checkpoint_between_blocks(
-    with_checkpoints: Path, exported_checkpoints: Path, other: CommandLine
+    with_checkpoints: Path, exported_checkpoints: Path, other_store: CommandLine
 ) -> None:
     """Otherwise each file would be stored under another file's key."""
     checkpoint = checkpoint_path(with_checkpoints, CHECKPOINTS[0].key).read_bytes()
     forge(exported_checkpoints, None, lambda files: [files[0], checkpoint, *files[1 : len(LAST)]])
-    error = other.error("sessions", "import", exported_checkpoints)
+    error = other_store.error("sessions", "import", exported_checkpoints)
     assert "blocks, then checkpoints" in error
 
 
@@ -433,7 +440,7 @@ def root_json(fingerprint: object) -> str:
 
 
 def test_blocks_without_arrays_are_exported_and_imported(
-    run: CommandLine, other: CommandLine, tmp_path: Path
+    run: CommandLine, other_store: CommandLine, tmp_path: Path
 ) -> None:
     nodes = chain([7], [8])
     store = BlockStore(run.folder, LIMITS)
@@ -445,26 +452,26 @@ def test_blocks_without_arrays_are_exported_and_imported(
     path = tmp_path / "bare.safetensors"
     for n_checkpoints in (0, 1):
         assert run("sessions", "export", "bare", path, "--force") == 0
-        assert other("sessions", "import", path) == 0
-        assert other.json("sessions", "show", "bare")["checkpoints"] == n_checkpoints
-        assert other.json("store", "verify")["ok"]
+        assert other_store("sessions", "import", path) == 0
+        assert other_store.json("sessions", "show", "bare")["checkpoints"] == n_checkpoints
+        assert other_store.json("store", "verify")["ok"]
         store = BlockStore(run.folder, LIMITS)
         save_turn(store, nodes, "bare", [state(nodes[1])])
         store.close()
-    assert block_files(other.folder).items() <= block_files(run.folder).items()
-    assert checkpoint_files(other.folder).items() <= checkpoint_files(run.folder).items()
+    assert block_files(other_store.folder).items() <= block_files(run.folder).items()
+    assert checkpoint_files(other_store.folder).items() <= checkpoint_files(run.folder).items()
 
 
 def test_an_import_ignores_session_facts_of_older_versions(
-    other: CommandLine, exported: Path
+    other_store: CommandLine, exported: Path
 ) -> None:
     forge(exported, {"name": "last", "n_tokens": 6, "choices": {"of an older version": {}}})
-    assert other("sessions", "import", exported) == 0
-    assert block_files(other.folder)
+    assert other_store("sessions", "import", exported) == 0
+    assert block_files(other_store.folder)
 
 
 def test_arrays_without_elements_are_exported_and_imported(
-    run: CommandLine, other: CommandLine
+    run: CommandLine, other_store: CommandLine
 ) -> None:
     """An indexer has such values; a block's file only describes them."""
     node = chain([77])[0]
@@ -480,8 +487,8 @@ def test_arrays_without_elements_are_exported_and_imported(
         store.commit(Commit(ROOT, (node,), leaf, checkpoints=(checkpoint,)), new)
     path = run.folder.with_name("indexer.safetensors")
     assert run("sessions", "export", "indexer", path) == 0
-    assert other("sessions", "import", path) == 0, other.err
-    with closing(BlockStore(other.folder, LIMITS)) as store:
+    assert other_store("sessions", "import", path) == 0, other_store.err
+    with closing(BlockStore(other_store.folder, LIMITS)) as store:
         for record in (node, checkpoint):
             loaded = store.reader.load(record, ROOT)
             assert loaded is not None and loaded.arrays["1.v"].shape == (2, 1, 1, 0)
@@ -514,7 +521,7 @@ def test_safetensors_reads_the_block_files_of_an_export(exported: Path) -> None:
 
 
 def test_an_import_refuses_a_block_with_a_wrong_checksum(
-    exported: Path, other: CommandLine
+    exported: Path, other_store: CommandLine
 ) -> None:
     """The header's checksums are right, as if the block was damaged before the export."""
     facts = {"name": "last", "n_tokens": chain(HEAD, [30], [31], [32])[-1].stop}
@@ -525,8 +532,8 @@ def test_an_import_refuses_a_block_with_a_wrong_checksum(
         return [files[0], bytes(content), *files[2:]]
 
     forge(exported, facts, damaged, 4)
-    other.error("sessions", "import", exported)
-    assert not other.folder.exists()
+    other_store.error("sessions", "import", exported)
+    assert not other_store.folder.exists()
 
 
 def test_export_accepts_the_longest_file_name(run: CommandLine, tmp_path: Path) -> None:

@@ -291,7 +291,7 @@ def test_a_missing_model_is_reported_in_one_line(
 
 
 @pytest.mark.parametrize("command", ["spec", "bench", "quality", "demo"])
-def test_an_unsupported_mlx_lm_is_reported_before_a_model_is_fetched(
+def test_an_unsupported_mlx_lm_is_reported_before_a_download(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(versions, "installed", {"mlx-lm": "0.31.2", "mlx": "0.32.4"}.get)

@@ -36,7 +36,7 @@ def test_list_and_verify_report_each_rank(ranks: CommandLine) -> None:
 
 def test_rm_removes_a_session_of_each_rank(ranks: CommandLine) -> None:
     assert ranks("sessions", "rm", "first") == 0
-    assert ranks("sessions", "rm", "more") == 0  # rank 1 alone has it
+    assert ranks("sessions", "rm", "more") == 0  # only rank 1 has this session
     assert "rank-0-of-2: no session has the name or the title more, " in ranks.err
     for report in ranks.json("sessions", "list").values():
         assert [session["name"] for session in report["sessions"]] == ["last", None]

@@ -28,7 +28,7 @@ CHANGING = [
 
 
 @contextmanager
-def nobody() -> Iterator[None]:
+def as_nobody() -> Iterator[None]:
     """Act as a user without rights, if this process runs as root."""
     if os.geteuid() != 0:
         yield
@@ -69,7 +69,7 @@ def with_file(argv: list[str], run: CommandLine) -> list[str]:
 def test_an_unreadable_store_is_reported_in_one_line(store: CommandLine, argv: list[str]) -> None:
     (store.folder.parent / "exported").chmod(0o644)
     set_modes(store.folder, 0, 0)
-    with nobody():
+    with as_nobody():
         error = store.error(*with_file(argv, store))
     assert str(store.folder) in error and "ermission" in error
 
@@ -79,7 +79,7 @@ def test_a_read_only_store_is_reported_and_not_changed(store: CommandLine, argv:
     (store.folder.parent / "exported").chmod(0o644)
     set_modes(store.folder, 0o555, 0o444)
     before = block_files(store.folder)
-    with nobody():
+    with as_nobody():
         error = store.error(*with_file(argv, store))
     assert str(store.folder) in error and "ermission" in error
     assert block_files(store.folder) == before

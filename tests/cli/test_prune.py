@@ -20,7 +20,7 @@ from mlx_lm_kvpersist.store.objects import Objects
 from ..store.conftest import chain, save_turn
 
 
-def name(n: int, n_digits: int = 32) -> str:
+def object_name(n: int, n_digits: int = 32) -> str:
     """Return an object's name; 64 digits are for an encrypted store."""
     return f"kvpersist/aa/aa{n:0{n_digits - 2}x}"
 
@@ -31,9 +31,9 @@ def bucket(tmp_path: Path) -> Path:
     folder = tmp_path / "bucket"
     objects = Objects(str(folder))
     for n in range(3):
-        objects.put(name(n, 64 if n == 1 else 32), bytes(1024))
+        objects.put(object_name(n, 64 if n == 1 else 32), bytes(1024))
         then_s = time.time() - n * 10 * 86400
-        os.utime(folder / name(n, 64 if n == 1 else 32), (then_s, then_s))
+        os.utime(folder / object_name(n, 64 if n == 1 else 32), (then_s, then_s))
     (folder / "letter.txt").write_bytes(bytes(4096))
     return folder
 
@@ -45,7 +45,7 @@ def prune(bucket: Path, capsys: pytest.CaptureFixture[str], *options: str) -> di
 
 
 @pytest.mark.parametrize(
-    ("options", "left"),
+    ("options", "remaining"),
     [
         ((), {0, 1, 2}),
         (("--older", "14d"), {0, 1}),
@@ -56,20 +56,20 @@ def prune(bucket: Path, capsys: pytest.CaptureFixture[str], *options: str) -> di
     ],
 )
 def test_prune_removes_the_oldest_objects(
-    bucket: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], left: set[int]
+    bucket: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], remaining: set[int]
 ) -> None:
-    removed = {"removed": 3 - len(left), "removed_bytes": 1024 * (3 - len(left))}
-    expected = {**removed, "left_bytes": 1024 * len(left)}
+    removed = {"removed": 3 - len(remaining), "removed_bytes": 1024 * (3 - len(remaining))}
+    expected = {**removed, "left_bytes": 1024 * len(remaining)}
     assert prune(bucket, capsys, "--dry-run", *options) == expected
     assert len(list((bucket / "kvpersist/aa").iterdir())) == 3
     assert prune(bucket, capsys, *options) == expected
-    assert {int(path.name[2:], 16) for path in (bucket / "kvpersist/aa").iterdir()} == left
+    assert {int(path.name[2:], 16) for path in (bucket / "kvpersist/aa").iterdir()} == remaining
     assert (bucket / "letter.txt").exists()
 
 
 def names_similar_to_objects(bucket: Path) -> None:
     digits = "aa" + 30 * "0"
-    for object_name in (
+    for relative_path in (
         f"aa/{digits[:-1]}",
         f"aa/{digits}0",
         f"aa/{digits[:-1]}A",
@@ -90,7 +90,7 @@ def names_similar_to_objects(bucket: Path) -> None:
         "index.sqlite",
         "notes.txt",
     ):
-        path = bucket / "kvpersist" / object_name
+        path = bucket / "kvpersist" / relative_path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(bytes(4096))
 
@@ -104,18 +104,18 @@ def a_link_to_a_folder(bucket: Path) -> None:
 
 def a_link_to_a_file(bucket: Path) -> None:
     (bucket.parent / "letter").write_bytes(bytes(4096))
-    (bucket / name(7)).symlink_to(bucket.parent / "letter")
-    (bucket / name(8)).symlink_to(bucket.parent / "nothing")
+    (bucket / object_name(7)).symlink_to(bucket.parent / "letter")
+    (bucket / object_name(8)).symlink_to(bucket.parent / "nothing")
 
 
 def pipes_and_sockets_and_folders(bucket: Path) -> None:
-    os.mkfifo(bucket / name(7))
-    (bucket / name(8) / "letter").mkdir(parents=True)
+    os.mkfifo(bucket / object_name(7))
+    (bucket / object_name(8) / "letter").mkdir(parents=True)
     here = os.getcwd()
     os.chdir(bucket / "kvpersist/aa")  # a socket's name must be short
     try:
         with socket.socket(socket.AF_UNIX) as listening:
-            listening.bind(Path(name(9)).name)
+            listening.bind(Path(object_name(9)).name)
     finally:
         os.chdir(here)
 
@@ -135,7 +135,7 @@ def foreign_files(folder: Path) -> dict[str, bytes | str | int]:
     """Return the files in and next to a folder, except objects; links are not followed."""
     contents: dict[str, bytes | str | int] = {}
     for path in folder.parent.rglob("*"):
-        if path.name in {Path(name(n, 64 if n == 1 else 32)).name for n in range(3)}:
+        if path.name in {Path(object_name(n, 64 if n == 1 else 32)).name for n in range(3)}:
             continue
         is_plain = path.is_file() and not path.is_symlink()
         content = path.read_bytes() if is_plain else path.lstat().st_mode
@@ -152,11 +152,11 @@ FOREIGN = [
 ]
 
 
-@pytest.mark.parametrize("put", FOREIGN, ids=lambda put: put.__name__)
+@pytest.mark.parametrize("add_foreign_files", FOREIGN, ids=lambda add: add.__name__)
 def test_foreign_files_are_neither_counted_nor_removed(
-    bucket: Path, capsys: pytest.CaptureFixture[str], put: Callable[[Path], None]
+    bucket: Path, capsys: pytest.CaptureFixture[str], add_foreign_files: Callable[[Path], None]
 ) -> None:
-    put(bucket)
+    add_foreign_files(bucket)
     before = foreign_files(bucket)
     assert prune(bucket, capsys) == {"removed": 0, "removed_bytes": 0, "left_bytes": 3072}
     expected = {"removed": 3, "removed_bytes": 3072, "left_bytes": 0}
@@ -181,7 +181,7 @@ def test_the_shared_store_may_be_a_link(bucket: Path, capsys: pytest.CaptureFixt
 def test_prune_keeps_other_hard_links_to_an_object(
     bucket: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (bucket.parent / "copy").hardlink_to(bucket / name(0))
+    (bucket.parent / "copy").hardlink_to(bucket / object_name(0))
     assert prune(bucket, capsys, "--size", "0")["removed"] == 3
     assert (bucket.parent / "copy").read_bytes() == bytes(1024)
 

@@ -183,7 +183,7 @@ def test_facts_are_spread_over_the_document(tiny_model: Path, text: str | None) 
         assert thing in question and document.count(number) == 1
         assert document.index(number) / len(document) == pytest.approx(share, abs=0.15)
     assert 1150 < len(tokenizer.encode(document)) < 1400
-    # Without the facts, the document is the text.
+    # If the facts are removed, the document is the text.
     for thing, number in checks.THINGS.items():
         document = document.replace(f" The number of the keeper's {thing} is {number}. ", "")
     assert "".join(document.split())[:300] == "".join(text.split())[:300]

@@ -51,7 +51,7 @@ def server_streaming(*events: Any) -> Iterator[StartedServer]:
 
 
 @pytest.mark.parametrize("name", ["reasoning", "tool_calls", "nothing"])
-def test_a_reply_without_content_has_a_time_to_its_first_token(name: str) -> None:
+def test_replies_without_content_have_a_time_to_first_token(name: str) -> None:
     """A reasoning model may write no other text within the demo's few tokens."""
     usage = {"prompt_tokens": 12}
     with server_streaming(
@@ -61,10 +61,10 @@ def test_a_reply_without_content_has_a_time_to_its_first_token(name: str) -> Non
     assert reply.ttft_s > 0 and (reply.text, reply.prompt_tokens) == ("", 12)
 
 
-@pytest.mark.parametrize("last", [[], [{"error": "the server ends"}]])
-def test_a_stream_that_ends_early_is_an_error(last: list[Any]) -> None:
-    expected = f"ended early{': the server ends' if last else ''}"
-    with server_streaming({"choices": [{"delta": {"content": "Hm"}}]}, *last) as server:
+@pytest.mark.parametrize("last_events", [[], [{"error": "the server ends"}]])
+def test_a_stream_that_ends_early_is_an_error(last_events: list[Any]) -> None:
+    expected = f"ended early{': the server ends' if last_events else ''}"
+    with server_streaming({"choices": [{"delta": {"content": "Hm"}}]}, *last_events) as server:
         with pytest.raises(KVPersistError, match=expected):
             server.chat([], "s", 8)
 

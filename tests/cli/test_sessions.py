@@ -49,7 +49,7 @@ LONG_NAME = "refactor the parser of the front end, second attempt, branch of Tue
 
 
 @pytest.fixture
-def varied(run: CommandLine) -> CommandLine:
+def varied_sessions(run: CommandLine) -> CommandLine:
     """Sessions with a title or first words; some names are an id, long, wide or unprintable."""
     fill(
         run.folder,
@@ -70,10 +70,10 @@ def varied(run: CommandLine) -> CommandLine:
 
 
 @pytest.mark.parametrize("columns", [70, 80, 200])
-def test_the_list_fits_the_terminal(varied: CommandLine, columns: int) -> None:
-    head, *lines = varied.in_terminal(columns, "sessions", "list")
+def test_the_list_fits_the_terminal(varied_sessions: CommandLine, columns: int) -> None:
+    head, *lines = varied_sessions.in_terminal(columns, "sessions", "list")
     assert head.split() == ["id", "session", "tokens", "size", "used"]
-    ids = [session["id"] for session in varied.json("sessions", "list")["sessions"]]
+    ids = [session["id"] for session in varied_sessions.json("sessions", "list")["sessions"]]
     assert [line.split()[0] for line in lines] == ids
     assert max(map(cell_len, lines)) <= columns
     (pinned,) = (line for line in lines if line.endswith("pinned"))
@@ -86,10 +86,10 @@ def test_the_list_fits_the_terminal(varied: CommandLine, columns: int) -> None:
     assert all(" now" in line for line in lines)
 
 
-def test_the_list_in_a_pipe_is_tab_separated(varied: CommandLine) -> None:
-    assert varied("sessions", "list") == 0
-    rows = [line.split("\t") for line in varied.out.splitlines()]
-    sessions = varied.json("sessions", "list")["sessions"]
+def test_the_list_in_a_pipe_is_tab_separated(varied_sessions: CommandLine) -> None:
+    assert varied_sessions("sessions", "list") == 0
+    rows = [line.split("\t") for line in varied_sessions.out.splitlines()]
+    sessions = varied_sessions.json("sessions", "list")["sessions"]
     assert {(session["client"], session["words"]) for session in sessions} == {
         ("an editor", "words of it")
     }
@@ -140,24 +140,30 @@ def test_list_refuses_an_invalid_limit(
     assert "is not a count; write for example 20" in run.err
 
 
-def test_list_filters_by_name_title_first_words_and_id(varied: CommandLine) -> None:
+def test_list_filters_by_name_title_first_words_and_id(varied_sessions: CommandLine) -> None:
     for text, n_found in (("PARSER", 2), ("first", 1), ("tuesday", 1), ("words of it", 7)):
-        assert len(varied.json("sessions", "list", text)["sessions"]) == n_found
-    session_id = varied.ids()["last"]
-    (session,) = varied.json("sessions", "list", session_id[2:])["sessions"]
+        assert len(varied_sessions.json("sessions", "list", text)["sessions"]) == n_found
+    session_id = varied_sessions.ids()["last"]
+    (session,) = varied_sessions.json("sessions", "list", session_id[2:])["sessions"]
     assert session["id"] == session_id
-    assert varied("sessions", "list", "nowhere") == 0
-    assert "no sessions with nowhere in the name, the title, the first words" in varied.out
+    assert varied_sessions("sessions", "list", "nowhere") == 0
+    assert "no sessions with nowhere in the name, the title, the first words" in varied_sessions.out
 
 
-def test_commands_name_a_session_by_title_or_first_words(varied: CommandLine) -> None:
-    titled, unnamed = varied.ids()["first"], varied.ids()[None]
-    assert varied("sessions", "pin", titled) == 0
-    assert f"{titled}  The parser  is pinned" in varied.out
-    assert varied("sessions", "unpin", titled) == varied("sessions", "rm", titled) == 0
-    assert f"removed {titled}  The parser\n" in varied.out
-    assert varied("store", "gc", "--kvpersist-disk", "1K") == 1  # the index is larger
-    assert f"removed {unnamed}  words of it\n" in varied.out
+def test_commands_name_a_session_by_title_or_first_words(varied_sessions: CommandLine) -> None:
+    titled, unnamed = varied_sessions.ids()["first"], varied_sessions.ids()[None]
+    assert varied_sessions("sessions", "pin", titled) == 0
+    assert f"{titled}  The parser  is pinned" in varied_sessions.out
+    assert (
+        varied_sessions("sessions", "unpin", titled)
+        == varied_sessions("sessions", "rm", titled)
+        == 0
+    )
+    assert f"removed {titled}  The parser\n" in varied_sessions.out
+    assert (
+        varied_sessions("store", "gc", "--kvpersist-disk", "1K") == 1
+    )  # the index alone is larger
+    assert f"removed {unnamed}  words of it\n" in varied_sessions.out
 
 
 def test_rename_gives_a_title(run: CommandLine) -> None:
@@ -168,7 +174,9 @@ def test_rename_gives_a_title(run: CommandLine) -> None:
     assert run.json("sessions", "rename", "The parser", "other")["id"] == renamed["id"]
     assert run.json("sessions", "show", "first")["title"] == "other"
     fill(run.folder, {"other": chain([77])})
-    assert run.json("sessions", "show", "other")["name"] == "other"  # no title hides a name
+    assert (
+        run.json("sessions", "show", "other")["name"] == "other"
+    )  # a name is preferred to an equal title
     assert run.json("sessions", "rename", "first", "")["title"] is None
     assert "at most 200 characters" in run.error("sessions", "rename", "first", "x" * 201)
     assert "no session" in run.error("sessions", "rename", "nobody", "x")
@@ -224,13 +232,13 @@ def test_rm_leaves_no_text_in_any_file(run: CommandLine) -> None:
     secret = 123456789
     fill(run.folder, {"secret": chain([secret], [5])})
 
-    def traces() -> list[str]:
+    def files_with_secret() -> list[str]:
         files = [path for path in run.folder.rglob("*") if path.is_file()]
         return [path.name for path in files if f"<{secret}>".encode() in path.read_bytes()]
 
-    assert traces()
+    assert files_with_secret()
     assert run("sessions", "rm", "secret") == 0
-    assert traces() == []
+    assert files_with_secret() == []
 
 
 def test_rm_all_requires_yes(run: CommandLine, capsys: pytest.CaptureFixture[str]) -> None:

@@ -157,11 +157,11 @@ def test_verify_ignores_a_turn_that_is_being_saved(
     path = path_of(run.folder, chain(HEAD)[0])
     arriving = path.with_name(f"{path.stem[:2]}{'0' * 30}.safetensors")
     arriving.write_bytes(b"no row yet")
-    real = StoreLock.held
+    real_held = StoreLock.held
 
     def held(self: StoreLock) -> object:
         arriving.unlink(missing_ok=True)  # the turn was saved before the lock was free
-        return real(self)
+        return real_held(self)
 
     monkeypatch.setattr(StoreLock, "held", held)
     assert run.json("store", "verify")["ok"]

@@ -18,13 +18,13 @@ from tests.store.conftest import ROOT, chain
 from .conftest import HEAD, WEIRD_NAME, CommandLine, block_files, checkpoint_files, fill
 
 
-def drawn(run: CommandLine) -> list[str]:
+def map_lines(run: CommandLine) -> list[str]:
     assert run("store", "map") == 0, run.err
     return run.out.splitlines()
 
 
 def lines_with(run: CommandLine, *words: str) -> list[str]:
-    return [line for line in drawn(run) if all(word in line for word in words)]
+    return [line for line in map_lines(run) if all(word in line for word in words)]
 
 
 def chain_of(parts: list[dict[str, Any]], part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
@@ -62,17 +62,17 @@ def test_parts_sum_to_the_sizes_of_store_and_sessions(
 
 
 def test_map_draws_parts_sessions_and_ages(run: CommandLine) -> None:
-    first, *_ = drawn(run)
+    first, *_ = map_lines(run)
     assert str(run.folder) in first and first.endswith("in 3 sessions")
     (shared,) = lines_with(run, "shared by 3, 3 tokens")
     assert '"<1><2><3>"' in shared and "▒" in shared and "█" not in shared
-    (last,) = lines_with(run, "last", "█" * 20)  # the longest
+    (last,) = lines_with(run, "last", "█" * 20)  # the longest session
     assert "├ " in last
     assert lines_with(run, "1 hour", "█" * 20) and lines_with(run, "└ ")
 
 
 def test_map_of_nested_equal_and_removed_sessions(run: CommandLine) -> None:
-    """One session ends inside others, two end at the same block, and one is removed."""
+    """One session is a prefix of the rest, two end at the same block, and one is removed."""
     fill(run.folder, {"short": chain(HEAD), "again": chain(HEAD, [10], [11])})
     with sqlite3.connect(run.folder / "index.sqlite") as db:
         db.execute("DELETE FROM sessions WHERE name = 'last'")
@@ -96,7 +96,7 @@ def test_map_summarizes_many_sessions(run: CommandLine) -> None:
             (node,) = chain([n, 1])
             index.add_blocks(ROOT, [(node, 1000 + n)])
             index.put_session(replace(session, id=f"{n:08x}", name=f"talk {n}", leaf=node.key))
-    lines = drawn(run)
+    lines = map_lines(run)
     assert len(lines) < 60
     (more,) = (line for line in lines if "… and" in line)
     n_named = sum("talk" in line for line in lines)
@@ -143,7 +143,7 @@ def test_map_fits_the_terminal_or_80_columns_in_a_pipe(
             "UPDATE roots SET about = json_set(about, '$.model', ?)",
             ("/models/of/mine/" * 8 + "Qwen3-4B",),
         )
-    lines = drawn(run) if columns is None else run.in_terminal(columns, "store", "map")
+    lines = map_lines(run) if columns is None else run.in_terminal(columns, "store", "map")
     folder, *drawing = lines
     assert folder.startswith(str(run.folder)[:20]), "whole, so that it can be copied"
     assert max(map(cell_len, drawing)) <= (columns or 80)
@@ -156,7 +156,7 @@ def test_map_fits_the_terminal_or_80_columns_in_a_pipe(
 def test_map_of_an_empty_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = CommandLine(tmp_path / "empty", capsys)
     fill(run.folder, {})
-    assert drawn(run) == [f"{run.folder}: 0 B in 0 sessions"]
+    assert map_lines(run) == [f"{run.folder}: 0 B in 0 sessions"]
     assert run.json("store", "map")["parts"] == []
 
 
@@ -181,5 +181,5 @@ def test_map_draws_blocks_with_a_wrong_parent_and_start(run: CommandLine) -> Non
         db.execute("UPDATE blocks SET parent = ? WHERE key = ?", (c.key, b.key))
         db.execute("UPDATE blocks SET start = -1 WHERE key = ?", (b.key,))
     db.close()
-    assert a.key != b.key and drawn(run)
+    assert a.key != b.key and map_lines(run)
     assert sum(part["bytes"] for part in run.json("store", "map")["parts"]) > 0

@@ -43,7 +43,7 @@ def blocks(language: str | None = None) -> list[Block]:
     ]
 
 
-def inline() -> list[Block]:
+def inline_code() -> list[Block]:
     """Return inline code of all pages, except generated parts."""
     generated = re.compile(r"<!-- made: .*?<!-- end of ", re.DOTALL)
     return [

@@ -21,7 +21,7 @@ from mlx_lm_kvpersist.host.run import GRACE_S
 from tests.support.host import REPOSITORY
 from tools.docs.options import leaves
 
-from .blocks import Block, blocks, commands, inline
+from .blocks import Block, blocks, commands, inline_code
 
 LANGUAGES = {"", "ini", "json", "python", "sh", "toml", "xml", "yaml"}
 OTHER_PROGRAMS = {
@@ -34,7 +34,7 @@ OTHER_PROGRAMS = {
 SHELL = [(block.page, words) for block in blocks("sh") for words in commands(block)]
 
 
-def by_program(program: str) -> list[list[str]]:
+def commands_of(program: str) -> list[list[str]]:
     return [words for _, words in SHELL if words[0].rpartition("/")[2] == program]
 
 
@@ -43,7 +43,7 @@ def test_blocks_have_a_known_language() -> None:
 
 
 def test_lines_of_blocks_fit_the_width_of_the_site() -> None:
-    """plugins.md shows the hooks as they are in the source; see tests/host/test_docs.py."""
+    """plugins.md copies the hooks from the source; see tests/host/test_docs.py."""
     pages = {page.name for page in (REPOSITORY / "docs").glob("*.md")}
     site_blocks = [
         block for block in blocks() if block.page in pages and "@hookspec" not in block.text
@@ -117,14 +117,14 @@ def check_server_options(options: list[str]) -> None:
 
 
 def test_server_commands_in_blocks_have_valid_options() -> None:
-    command_lines = by_program("mlx_lm.server")
+    command_lines = commands_of("mlx_lm.server")
     assert len(command_lines) >= 2
     for words in command_lines:
         check_server_options(words[1:])
 
 
 def test_commands_in_blocks_parse() -> None:
-    command_lines = by_program("mlx-lm-kvpersist")
+    command_lines = commands_of("mlx-lm-kvpersist")
     assert len(command_lines) >= 10
     for words in command_lines:
         make_parser().parse_args(words[1:])
@@ -133,7 +133,7 @@ def test_commands_in_blocks_parse() -> None:
 def test_inline_commands_parse() -> None:
     """A text may also name a group alone, such as `mlx-lm-kvpersist sessions`."""
     names = {" ".join(path.split()[:n]) for path, _ in leaves(make_parser()) for n in (1, 2)}
-    codes = [code for _, _, code in inline() if code.startswith("mlx-lm-kvpersist ")]
+    codes = [code for _, _, code in inline_code() if code.startswith("mlx-lm-kvpersist ")]
     assert len(codes) >= 30
     for code in codes:
         words = [word for word in code.split()[1:] if word not in ("…", "COMMAND")]
@@ -147,7 +147,7 @@ def test_inline_commands_parse() -> None:
 
 def test_inline_options_exist() -> None:
     """Their values are parsed, too: `--kvpersist-disk 20G`."""
-    codes = [code.split() for _, _, code in inline() if code.startswith("--kvpersist-")]
+    codes = [code.split() for _, _, code in inline_code() if code.startswith("--kvpersist-")]
     assert len(codes) >= 50
     for words in codes:
         concrete = [word for word in words if not re.fullmatch(r"[A-Z]{2,}|\{.*\}|…", word)]
@@ -167,13 +167,16 @@ def option_names() -> frozenset[str]:
 def test_make_targets_and_python_modules_exist() -> None:
     makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
-    inline_commands = [code.split() for _, _, code in inline() if code.startswith("make ")]
+    inline_commands = [code.split() for _, _, code in inline_code() if code.startswith("make ")]
     used_targets = [
-        next(w for w in words[1:] if "=" not in w) for words in inline_commands + by_program("make")
+        next(w for w in words[1:] if "=" not in w)
+        for words in inline_commands + commands_of("make")
     ]
     assert len(used_targets) >= 5 and set(used_targets) <= targets
-    inline_commands = [code.split() for _, _, code in inline() if code.startswith("python -m ")]
-    modules = [words[2] for words in inline_commands + by_program("python") if words[1] == "-m"]
+    inline_commands = [
+        code.split() for _, _, code in inline_code() if code.startswith("python -m ")
+    ]
+    modules = [words[2] for words in inline_commands + commands_of("python") if words[1] == "-m"]
     assert len(modules) >= 5
     assert [name for name in modules if importlib.util.find_spec(name) is None] == []
 
@@ -181,7 +184,7 @@ def test_make_targets_and_python_modules_exist() -> None:
 def test_install_commands_name_known_packages() -> None:
     """Installers are pip, uv and pipx."""
     installs = re.compile(r"(pip install|uv tool install|pipx inject)\b(.*)")
-    lines = [code for _, _, code in inline()] + [b.text for b in blocks("sh")]
+    lines = [code for _, _, code in inline_code()] + [b.text for b in blocks("sh")]
     arguments = [line[2] for text in lines for line in installs.finditer(text)]
     assert len(arguments) >= 8
     address = r"git\+https://github\.com/mlx-lm-kvpersist/mlx-lm-kvpersist"

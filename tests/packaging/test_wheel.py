@@ -121,7 +121,7 @@ def test_a_conversation_survives_kill9(
         server.kill9()
         server.start()
         assert_restored(server, reply)
-    # Without assertions and docstrings, and in an ASCII locale.
+    # This server runs without assertions and docstrings, in an ASCII locale.
     locale = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     with environment.server(tiny_model, store, "-OO", env=locale) as server:
         assert_restored(server, reply)
@@ -186,7 +186,9 @@ def test_the_server_runs_with_read_only_site_packages(
 
 
 @pytest.fixture(scope="module")
-def other(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
+def current_environment(
+    wheel: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Installed]:
     """An environment with the Python version of this process."""
     version = "{}.{}".format(*sys.version_info)
     prepared = installed(wheel, version, tmp_path_factory.mktemp("other") / "venv")
@@ -195,14 +197,14 @@ def other(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ins
 
 
 def test_two_environments_share_a_store(
-    environment: Installed, other: Installed, tiny_model: Path, tmp_path: Path
+    environment: Installed, current_environment: Installed, tiny_model: Path, tmp_path: Path
 ) -> None:
     """Both servers run at the same time, with Python 3.10 on two versions of mlx-lm."""
     store = tmp_path / "store"
     with environment.server(tiny_model, store) as server:
         reply = chat(server)
         settle(server)
-        with other.server(tiny_model, store) as other_server:
+        with current_environment.server(tiny_model, store) as other_server:
             assert_restored(other_server, reply)
             turn = [*MESSAGES, {"role": "assistant", "content": reply.text}, QUESTION]
             longer = other_server.chat(turn, session="log", temperature=0.0, max_tokens=8)
@@ -214,13 +216,13 @@ def test_two_environments_share_a_store(
 
 def settle(server: ServerProcess) -> None:
     """Wait until nothing was written for half a second: a turn is saved in several steps."""
-    seen, since = None, time.monotonic()
+    previous, since = None, time.monotonic()
     while time.monotonic() < since + 0.5:
         _, _, body = server.request("GET", STATS_PATH)
         store = json.loads(body)["store"]
         now = (store["tiers"]["disk"]["written_bytes"], store["turns_saved"])
-        if store["queue"]["tasks"] or now != seen:
-            seen, since = now, time.monotonic()
+        if store["queue"]["tasks"] or now != previous:
+            previous, since = now, time.monotonic()
         time.sleep(0.05)
 
 
@@ -235,7 +237,7 @@ def test_uninstalling_removes_the_plugins_files(environment: Installed) -> None:
 
 
 def test_the_source_distribution_runs_its_tests(tmp_path: Path) -> None:
-    """In a separate environment, without this checkout."""
+    """The tests run in a separate environment, without this checkout."""
     uv("build", "--quiet", "--sdist", "--out-dir", tmp_path, REPOSITORY)
     (packed,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(packed) as archive:

@@ -1,4 +1,4 @@
-"""The real model is the published one, and a missing model is reported."""
+"""SmolLM2 gives the expected reply, and a failed download is reported."""
 
 from __future__ import annotations
 
