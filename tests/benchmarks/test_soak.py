@@ -33,11 +33,11 @@ def test_memory_of_a_process_includes_new_allocations() -> None:
 )
 def test_soak_detects_growing_memory(tmp_path: Path, last_bytes: int, has_grown: bool) -> None:
     """Typical samples are compared, so a short peak does not count."""
-    soak_run = Soak("model", tmp_path, ())
-    soak_run.samples = [*[GIB // 2] * 5, *[GIB] * 10, 4 * GIB, *[last_bytes] * 4, 4 * GIB]
-    assert soak_run.grew == has_grown
-    soak_run.samples = soak_run.samples[-6:]  # too few samples
-    assert not soak_run.grew
+    trial = Soak("model", tmp_path, ())
+    trial.samples = [*[GIB // 2] * 5, *[GIB] * 10, 4 * GIB, *[last_bytes] * 4, 4 * GIB]
+    assert trial.grew == has_grown
+    trial.samples = trial.samples[-6:]  # too few samples
+    assert not trial.grew
 
 
 class ShortSoak(Soak):
@@ -62,23 +62,21 @@ def test_soak_reports_reuse_evictions_and_memory(
     log_path = tmp_path / "samples.json"
     model = str(make_model(tmp_path / "model"))
     with log_path.open("w", encoding="utf-8") as log:
-        soak_run = ShortSoak(model, tmp_path, budgets, 240, log)
-        soak_run.run(120.0, every_s=0.2)
-    assert len(soak_run.replies) > 6 and soak_run.n_evicted > 0
-    assert {reply.cached_tokens > 100 for reply in soak_run.replies} == {True, False}
-    assert all(100 < reply.prompt_tokens < 500 for reply in soak_run.replies)
+        trial = ShortSoak(model, tmp_path, budgets, 240, log)
+        trial.run(120.0, every_s=0.2)
+    assert len(trial.replies) > 6 and trial.n_evicted > 0
+    assert {reply.cached_tokens > 100 for reply in trial.replies} == {True, False}
+    assert all(100 < reply.prompt_tokens < 500 for reply in trial.replies)
     lines = [json.loads(line) for line in log_path.read_text().splitlines()]
-    assert len(lines) == len(soak_run.samples) > 4
-    assert 6 < lines[-1]["requests"] <= len(soak_run.replies)
-    assert lines[-1]["evicted"] == soak_run.n_evicted
-    assert [line["memory_bytes"] for line in lines] == soak_run.samples and min(
-        soak_run.samples
-    ) > 0
-    summary = soak_run.seen()
-    assert summary.startswith(f"{len(soak_run.replies)} requests, ") and "\n" not in summary
-    assert f"{soak_run.n_evicted:,} blocks and checkpoints evicted; " in summary
+    assert len(lines) == len(trial.samples) > 4
+    assert 6 < lines[-1]["requests"] <= len(trial.replies)
+    assert lines[-1]["evicted"] == trial.n_evicted
+    assert [line["memory_bytes"] for line in lines] == trial.samples and min(trial.samples) > 0
+    summary = trial.seen()
+    assert summary.startswith(f"{len(trial.replies)} requests, ") and "\n" not in summary
+    assert f"{trial.n_evicted:,} blocks and checkpoints evicted; " in summary
     assert " in the second and the last quarter of the run" in summary
-    assert not soak_run.grew
+    assert not trial.grew
 
 
 def test_a_failed_server_fails_the_soak_with_a_report(
@@ -126,15 +124,15 @@ def test_resource_use_does_not_grow_from_1000_to_2000_turns(
                 samples.append((memory_of(server.pid), n_files, n_threads, n_arrays))
             return super()._sample(server)
 
-    soak_run = Turns(str(make_model(tmp_path / "model")), tmp_path, budgets, 400)
-    soak_run.run(3500.0, every_s=1.0)
+    trial = Turns(str(make_model(tmp_path / "model")), tmp_path, budgets, 400)
+    trial.run(3500.0, every_s=1.0)
     n = len(samples) // 8
     first, last = (
         [median(column) for column in zip(*rows, strict=True)]
         for rows in (samples[:n], samples[-n:])
     )
-    print(soak_run.seen(), first, last)
-    assert len(soak_run.replies) >= 2000 and soak_run.n_evicted > 2000
+    print(trial.seen(), first, last)
+    assert len(trial.replies) >= 2000 and trial.n_evicted > 2000
     assert last[0] < 1.05 * first[0]
     assert last[1] <= first[1] + 2 and last[2] <= first[2] + 2
     assert last[3] < 1.2 * first[3]

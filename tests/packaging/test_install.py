@@ -103,11 +103,8 @@ def test_uninstalling_removes_installed_and_compiled_files(
     environment = make_environment(tmp_path / "venv")
     before = files_of(environment.folder)
     if tool == "uv":
-        options = ("--quiet", "--python", str(environment.python))
-        install, uninstall = (
-            ["uv", "pip", "install", *options],
-            ["uv", "pip", "uninstall", *options],
-        )
+        target = ("--quiet", "--python", str(environment.python))
+        install, uninstall = ["uv", "pip", "install", *target], ["uv", "pip", "uninstall", *target]
     else:
         pip = [sys.executable, "-m", "pip", "--python", str(environment.python)]
         install, uninstall = [*pip, "install", "-q"], [*pip, "uninstall", "-q", "-y"]

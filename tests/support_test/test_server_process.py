@@ -109,7 +109,7 @@ def test_start_chooses_another_port_if_the_first_was_taken(
         assert own.pid != server.pid and server.healthy()
 
 
-def test_an_ended_server_is_not_healthy_through_anothers_port(
+def test_an_ended_server_is_not_healthy_if_its_port_answers(
     server: ServerProcess, tiny_model: Path
 ) -> None:
     own = ServerProcess(tiny_model)
