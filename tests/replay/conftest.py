@@ -1,4 +1,4 @@
-"""A replayer for each test, on a store of its own."""
+"""A replayer for each test, with its own store."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ def make_replayer(tmp_path: Path) -> Iterator[MakeReplayer]:
 
 @pytest.fixture
 def replayer(make_replayer: MakeReplayer, tiny_model: Path) -> Replayer:
-    """Byte-level tokenizer, ChatML, tools, no thinking."""
+    """A replayer with a byte-level tokenizer, ChatML and tools, without thinking."""
     return make_replayer(tiny_model)

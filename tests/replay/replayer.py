@@ -1,6 +1,6 @@
 """Replay conversations through the plugin's hooks, in the order in which the server calls them.
 
-HTTP and sampling are left out: a test says what the model replies. The rest is real: session
+HTTP and sampling are left out: the test supplies each reply. Everything else is real: session
 keys, normalisation, the chat template, the host's mixins over stock's own classes, the store.
 """
 
@@ -42,8 +42,8 @@ Message = dict[str, Any]
 
 LOGIT_TOLERANCE = 2e-3
 """For logits of size 10, float32, 2 layers: another order of summation changes quantized KV."""
-MOST_FIRSTS = 32
-"""The number of first prompts whose caches are kept."""
+MAX_COLD_PROMPTS = 32
+"""The number of cold prompts whose caches are kept."""
 
 _ResponseGenerator: Any = type("_", (PluginResponseGenerator, server.ResponseGenerator), {})
 _PromptCache: Any = type("_", (PluginPromptCache, LRUPromptCache), {})
@@ -62,7 +62,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Turn:
-    """The result of a request: `ids` are prompt and reply, `message` is the client's."""
+    """The result of a request: `ids` has prompt and reply, `message` is the received reply."""
 
     kind: Kind
     n_prompt: int
@@ -80,20 +80,20 @@ class Turn:
 
 
 class Replayer:
-    """A plugin with a model. Byte-level tokenizers only: each token has its bytes."""
+    """A plugin with a model whose tokenizer is byte-level: each token is a byte string."""
 
-    _firsts: ClassVar[dict[tuple[Any, ...], tuple[list[Any], mx.array]]] = {}
-    """The caches and the logits of first prompts, by model, options and ids: tests share them.
+    _cold_prompts: ClassVar[dict[tuple[Any, ...], tuple[list[Any], mx.array]]] = {}
+    """Caches and logits of prompts that were computed without the store. Tests share them.
 
-    No part of them was ever restored.
+    The keys are model, options and ids.
     """
 
     def __init__(self, model_path: Path, folder: Path, *options: str) -> None:
         self.model, self.tokenizer = load(str(model_path))
         self.stored: list[list[int]] = []
-        """Every saved sequence, by its ids."""
+        """The ids of every saved sequence."""
         self.prompt_ends: set[int] = set()
-        """The ends of prompts' segments, at which the server saves a prompt."""
+        """The ends of prompt segments. The server saves the prompt at each end."""
         self._n_turns = 0
         self._options = (
             *("--kvpersist-dir", str(folder), "--kvpersist-disk", "1G"),
@@ -135,16 +135,16 @@ class Replayer:
         assert support is not None
         self._make_caches = support.make_caches
         self._computed: tuple[list[int], list[Any]] = ([], [])
-        """The last prompt and its caches, no part of which was ever restored."""
+        """The last prompt, and its caches, computed without the store."""
         self._manager = manager.PluginManager()
         self._manager.register(self._plugin)
 
     def close(self) -> None:
-        """End as the server does at SIGTERM."""
+        """Shut down as the server does at SIGTERM."""
         self._plugin.shutdown()
 
     def restart(self) -> None:
-        """End, and begin again with the store on disk."""
+        """Close the plugin, and start it again with the store on disk."""
         self.close()
         self.open()
 
@@ -156,9 +156,9 @@ class Replayer:
         return b"".join(self._pieces[i] for i in ids)
 
     def n_common(self, ids: Sequence[int], prompt: bytes) -> int:
-        """Return how many of the first `ids` are, as bytes, the beginning of `prompt`.
+        """Return how many of the first `ids` together spell a prefix of `prompt`.
 
-        The cut is at a token's end and at a character's end.
+        The prefix ends at a token's end and at a character's end.
         """
         ends = [0, *accumulate(len(self._pieces[i]) for i in ids)]
         text = self.bytes_of(ids)
@@ -168,10 +168,10 @@ class Replayer:
         return n_tokens
 
     def n_reusable(self, ids: Sequence[int], prompt: bytes) -> int:
-        """Return how many of the first `ids` can stand for the beginning of `prompt`.
+        """Return how many of the first `ids` can replace the first tokens of `prompt`.
 
-        All of them can. Fewer must end with a token that the prompt alone has there, too: the rest
-        is then spelled as it would be without them.
+        If only some of them match, the last must be a token of the prompt's own tokenization, at
+        the same position: the rest is then tokenized as in the whole prompt.
         """
         n_tokens = self.n_common(ids, prompt)
         if n_tokens == len(ids):
@@ -192,15 +192,15 @@ class Replayer:
         tools: list[Any] | None = None,
         headers: dict[str, str] | None = None,
     ) -> Turn:
-        """Send messages and have the model say `reply`, text or ids, and its end token.
+        """Send messages; the model replies with `reply` (text or ids) and an end token.
 
-        The restored caches must give the logits that computing the whole prompt gives.
+        Check that the restored caches give the logits of a prompt computed without the store.
         """
         raised = dict.fromkeys(("request_received", "reply_sent"), Exception)
         with (
             manager.using(self._manager),
             mock.patch.dict(manager.RAISED, raised),
-            mock.patch.object(serving, "LAST_PART_S", 0.0),  # one thread says and saves here
+            mock.patch.object(serving, "LAST_PART_S", 0.0),  # one thread sends and saves here
         ):
             return self._turn(copy.deepcopy(list(messages)), reply, session, tools, headers or {})
 
@@ -218,8 +218,8 @@ class Replayer:
             headers[name] = value
         if session is not None:
             headers["X-Session-ID"] = session
-        seen = ClientRequest.of(request)
-        manager.ask("request_received", request=seen, headers=headers, body={})
+        client_request = ClientRequest.of(request)
+        manager.ask("request_received", request=client_request, headers=headers, body={})
         args = SimpleNamespace(**vars(GENERATION_ARGS), chat_template_kwargs=None)
         prompt, segments, types, *_ = self._generator._tokenize(self.tokenizer, request, args)
         n_of_segments = list(map(len, segments))
@@ -229,22 +229,22 @@ class Replayer:
         assert {cache.size() for cache in caches} == {n_reused}
         logits = self._prefill(prompt, segments, types, caches, n_reused)
         self._assert_as_computed(prompt, logits)
-        said = self.encode(reply) if isinstance(reply, str) else list(reply)
-        said.append(self.tokenizer.eos_token_id)
-        self._forward(said, caches)
-        message = self._as_sent(said[:-1])
-        # Which of `_say` and the save comes first is a race between the server's threads.
+        reply_ids = self.encode(reply) if isinstance(reply, str) else list(reply)
+        reply_ids.append(self.tokenizer.eos_token_id)
+        self._forward(reply_ids, caches)
+        message = self._as_sent(reply_ids[:-1])
+        # In the server, either of `_send_reply` and the save can come first.
         self._n_turns += 1
         if self._n_turns % 2:
-            self._say(seen, message)
+            self._send_reply(client_request, message)
         ids = prompt[:]
-        ids += said
+        ids += reply_ids
         self._cache.insert_cache(self._key, ids, caches)
         if not self._n_turns % 2:
-            self._say(seen, message)
+            self._send_reply(client_request, message)
         self.stored.append(list(ids))
         self.prompt_ends.update(accumulate(n_of_segments))
-        outcome = RequestState.of(seen).outcome
+        outcome = RequestState.of(client_request).outcome
         assert outcome is not None and outcome.n_reused == n_reused
         return Turn(outcome.kind, len(prompt), n_reused, list(ids), message)
 
@@ -256,7 +256,7 @@ class Replayer:
         caches: list[Any],
         n_done: int,
     ) -> mx.array:
-        """Compute the rest, and save caches at each segment's end, as the server does."""
+        """Compute the remaining tokens; save caches at each segment's end, as the server does."""
         end = 0
         for n, (segment, segment_type) in enumerate(zip(segments, types, strict=True)):
             end += len(segment)
@@ -265,22 +265,22 @@ class Replayer:
             logits = self._forward(prompt[n_done:end], caches)
             n_done = end
             if n < len(segments) - 1:
-                given = list(caches)  # the server gives its list away
-                self._cache.insert_cache(self._key, prompt[:end], given, cache_type=segment_type)
+                passed = list(caches)  # the cache keeps the list that the server passes
+                self._cache.insert_cache(self._key, prompt[:end], passed, cache_type=segment_type)
         return logits
 
     def _forward(self, ids: Sequence[int], caches: list[Any]) -> mx.array:
         """Feed ids; return the logits of the last one, [vocab]."""
-        for start in range(0, len(ids), BLOCK_TOKENS):  # attention over a whole prompt takes long
-            some = mx.array([list(ids[start : start + BLOCK_TOKENS])])
-            logits: mx.array = self.model(some, cache=caches)[0, -1]
+        for start in range(0, len(ids), BLOCK_TOKENS):  # attention over a whole prompt is slow
+            chunk = mx.array([list(ids[start : start + BLOCK_TOKENS])])
+            logits: mx.array = self.model(chunk, cache=caches)[0, -1]
             mx.eval(logits, [cache.state for cache in caches])
         return logits
 
     def _assert_as_computed(self, prompt: list[int], logits: mx.array) -> None:
         ids, caches = self._computed
         if not 0 < len(ids) < len(prompt) or prompt[: len(ids)] != ids:
-            caches, cold = self._first(prompt)
+            caches, cold = self._compute_cold(prompt)
         else:
             cold = self._forward(prompt[len(ids) :], caches)
         self._computed = prompt[:], caches
@@ -290,19 +290,19 @@ class Replayer:
         if first - second > 2 * LOGIT_TOLERANCE:
             assert int(mx.argmax(logits)) == int(mx.argmax(cold))
 
-    def _first(self, prompt: list[int]) -> tuple[list[Any], mx.array]:
-        """Return the caches and the logits of a prompt no part of which was computed before."""
+    def _compute_cold(self, prompt: list[int]) -> tuple[list[Any], mx.array]:
+        """Compute a prompt without the store; return its caches and its logits."""
         key = (*self._key, *self._options[2:], tuple(prompt))
-        if key not in self._firsts:
-            if len(self._firsts) == MOST_FIRSTS:
-                del self._firsts[next(iter(self._firsts))]
+        if key not in self._cold_prompts:
+            if len(self._cold_prompts) == MAX_COLD_PROMPTS:
+                del self._cold_prompts[next(iter(self._cold_prompts))]
             caches = list(self._make_caches() or ())
-            self._firsts[key] = caches, self._forward(prompt, caches)
-        caches, logits = self._firsts[key]
+            self._cold_prompts[key] = caches, self._forward(prompt, caches)
+        caches, logits = self._cold_prompts[key]
         return copy.deepcopy(caches), logits
 
     def _as_sent(self, ids: list[int]) -> Message:
-        """Return a reply as the server's detokenizer, tool parser and JSON make it."""
+        """Return a reply as a client receives it: after detokenizer, tool parser and JSON."""
         detokenizer = self.tokenizer.detokenizer
         for token_id in ids:
             detokenizer.add_token(token_id)
@@ -321,7 +321,7 @@ class Replayer:
             ]
         return message
 
-    def _say(self, request: ClientRequest, message: Message) -> None:
+    def _send_reply(self, request: ClientRequest, message: Message) -> None:
         manager.ask(
             "reply_sent",
             request=request,

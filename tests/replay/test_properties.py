@@ -1,4 +1,4 @@
-"""Random histories of appends, edits, branches and restarts: all that can be reused is reused."""
+"""Random histories of appends, edits, branches and restarts: every reusable token is reused."""
 
 from __future__ import annotations
 
@@ -51,34 +51,34 @@ class Talk:
 
 
 class History:
-    """Takes one random step after another, and checks each reply's prompt."""
+    """Applies random steps to conversations, and checks the reuse of each prompt."""
 
     def __init__(self, model: Path, folder: Path) -> None:
         self.replayer = Replayer(model, folder)
         self.talks = [Talk()]
-        self.sayable = [
+        self.reply_tokens = [
             i
             for i, piece in enumerate(self.replayer.bytes_of([i]) for i in range(600))
             if i > 10 and _is_whole(piece)
         ]
 
-    def step(self, kind: str, which: int, where: int, text: str, reply: list[int]) -> None:
+    def step(self, kind: str, talk_number: int, position: int, text: str, reply: list[int]) -> None:
         if kind == "restart":
             self.replayer.restart()
             return
-        talk = self.talks[which % len(self.talks)]
+        talk = self.talks[talk_number % len(self.talks)]
         n_messages = len(talk.messages)
         if kind == "branch":
-            # At the position of a question: a system message or a reply comes before.
-            talk = Talk(copy.deepcopy(talk.messages[: 1 + where % n_messages // 2 * 2]))
+            # Cut before a question: the last kept message is a system message or a reply.
+            talk = Talk(copy.deepcopy(talk.messages[: 1 + position % n_messages // 2 * 2]))
             self.talks.append(talk)
         elif kind == "edit":
-            edited = talk.messages[where % n_messages]
+            edited = talk.messages[position % n_messages]
             content = edited.get("content") or ""
             middle = len(content) // 2
             edited["content"] = content[:middle] + text + content[middle:]
             talk.fed = b""
-        self.append(talk, text, [self.sayable[i % len(self.sayable)] for i in reply])
+        self.append(talk, text, [self.reply_tokens[i % len(self.reply_tokens)] for i in reply])
 
     def append(self, talk: Talk, text: str, reply: list[int]) -> None:
         replayer = self.replayer
@@ -86,19 +86,19 @@ class History:
         talk.messages.append({"role": "user", "content": text})
         turn = replayer.turn(talk.messages, reply)
         prompt = replayer.bytes_of(turn.prompt)
-        # The last token must run.
-        most = len(replayer.bytes_of(turn.prompt[:-1]))
+        # The last token of a prompt is always computed.
+        max_reused = len(replayer.bytes_of(turn.prompt[:-1]))
         n_reused = len(replayer.bytes_of(turn.prompt[: turn.n_reused]))
-        n_common = [len(replayer.bytes_of(x[: replayer.n_common(x, prompt)])) for x in before]
-        nearest = [x for x, n in zip(before, n_common, strict=True) if n == max(n_common)]
+        n_common = [len(replayer.bytes_of(ids[: replayer.n_common(ids, prompt)])) for ids in before]
+        nearest = [ids for ids, n in zip(before, n_common, strict=True) if n == max(n_common)]
         n_tokens = min((replayer.n_reusable(ids, prompt) for ids in nearest), default=0)
         allowed = min(
-            (len(replayer.bytes_of(x[: replayer.n_reusable(x, prompt)])) for x in nearest),
+            (len(replayer.bytes_of(ids[: replayer.n_reusable(ids, prompt)])) for ids in nearest),
             default=0,
         )
         assert prompt.startswith(talk.fed)
-        if n_tokens >= MIN_TOKENS:  # fewer are computed again where conversations part
-            assert n_reused >= min(allowed, most), (nearest, turn.prompt)
+        if n_tokens >= MIN_TOKENS:  # a shorter common prefix is computed again
+            assert n_reused >= min(allowed, max_reused), (nearest, turn.prompt)
             assert n_reused >= len(talk.fed), "less than the conversation's own last turn"
         talk.fed = replayer.bytes_of(turn.ids)
         talk.messages.append(turn.message)
@@ -112,31 +112,31 @@ def _is_whole(piece: bytes) -> bool:
 
 
 @pytest.mark.parametrize("n", [2, pytest.param(50, marks=pytest.mark.slow)])
-def test_nothing_stored_is_computed_again(tiny_model: Path, n: int) -> None:
-    """Except what a token of the prompt spans; the replayer compares logits with cold logits."""
+def test_random_histories_reuse_every_stored_token(tiny_model: Path, n: int) -> None:
+    """Except tokens that end inside a token of the prompt. The replayer also compares logits."""
 
     @settings(max_examples=n, suppress_health_check=[HealthCheck.too_slow])
     @given(history=st.lists(steps, min_size=3, max_size=8))
     def check(history: list[tuple[str, int, int, str, list[int]]]) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            made = History(tiny_model, Path(folder))
+            runner = History(tiny_model, Path(folder))
             try:
                 for step in history:
-                    made.step(*step)
+                    runner.step(*step)
             finally:
-                made.replayer.close()
+                runner.replayer.close()
 
     check()
 
 
-def test_a_store_that_forgets_is_found_out(tiny_model: Path, tmp_path: Path) -> None:
-    made = History(tiny_model, tmp_path)
+def test_reuse_check_fails_if_the_store_is_deleted(tiny_model: Path, tmp_path: Path) -> None:
+    runner = History(tiny_model, tmp_path)
     try:
-        made.step("append", 0, 0, "the north tower", [5, 6])
-        made.replayer.close()
+        runner.step("append", 0, 0, "the north tower", [5, 6])
+        runner.replayer.close()
         shutil.rmtree(tmp_path)
-        made.replayer.open()
+        runner.replayer.open()
         with pytest.raises(AssertionError):
-            made.step("append", 0, 0, "the north tower", [5, 6])
+            runner.step("append", 0, 0, "the north tower", [5, 6])
     finally:
-        made.replayer.close()
+        runner.replayer.close()

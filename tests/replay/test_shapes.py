@@ -1,9 +1,9 @@
-"""Conversations as real clients send them: how many tokens each turn reuses, exactly.
+"""The exact number of tokens that each turn reuses, in conversations like those of real clients.
 
-The shapes are from real clients' requests; the texts are made up. Expectations are counted
-in the ids of earlier turns: all of a turn, all of its prompt, or the tokens that the two texts have
-in common. A turn that leaves a stored one inside a block may compute that block again from its
-beginning, or from the end of an earlier prompt in it, and no more.
+The structure is from real clients' requests; the texts are made up. The expected number counts ids
+of an earlier turn: the whole turn, its whole prompt, or the common prefix of both texts. If a turn
+diverges inside a stored block, only this block may be computed again, from its start or from the
+end of an earlier prompt in it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def user(content: Any) -> Message:
 def talk(
     replayer: Replayer, session: str | None = "s", n_turns: int = 3, system: Message = SYSTEM
 ) -> tuple[list[Message], list[Turn]]:
-    """Have turns that only append; return the messages and the result of each turn."""
+    """Run turns that only append messages; return the messages and each turn's result."""
     messages, turns = [system], []
     for question, reply in zip(QUESTIONS[:n_turns], REPLIES, strict=False):
         messages.append(user(question))
@@ -51,16 +51,16 @@ def talk(
 
 
 def assert_reuses(replayer: Replayer, turn: Turn, n_tokens: int) -> None:
-    """Exactly these tokens, or all up to a point in their last block: its start, a prompt's end."""
+    """Accept exactly `n_tokens`, or only up to their last block's start or a prompt's end in it."""
     assert n_tokens >= BLOCK_TOKENS
     begin = n_tokens - n_tokens % BLOCK_TOKENS
     ends = {end for end in replayer.prompt_ends if begin < end < n_tokens}
     assert turn.n_reused in {begin, n_tokens, *ends}
 
 
-def shared(replayer: Replayer, stored: Turn, asked: Turn) -> int:
-    """Return how many of a stored turn's tokens are the beginning of another turn's prompt."""
-    return replayer.n_reusable(stored.ids, replayer.bytes_of(asked.prompt))
+def shared(replayer: Replayer, stored: Turn, later: Turn) -> int:
+    """Return how many of a stored turn's first tokens a later turn's prompt can reuse."""
+    return replayer.n_reusable(stored.ids, replayer.bytes_of(later.prompt))
 
 
 def up_to(replayer: Replayer, turn: Turn, text: str) -> int:
@@ -70,7 +70,7 @@ def up_to(replayer: Replayer, turn: Turn, text: str) -> int:
 
 
 @pytest.mark.parametrize("restarted", [False, True], ids=["hot", "restarted"])
-def test_append_only(replayer: Replayer, restarted: bool) -> None:
+def test_appending_turn_reuses_the_whole_previous_turn(replayer: Replayer, restarted: bool) -> None:
     messages = [SYSTEM]
     expected = 0
     for question, reply in zip(QUESTIONS, REPLIES, strict=True):
@@ -84,12 +84,14 @@ def test_append_only(replayer: Replayer, restarted: bool) -> None:
             replayer.restart()
 
 
-@pytest.mark.parametrize("k", [0, 1, 2, 3, 5], ids=lambda k: f"message-{k}")
-def test_edit_of_a_message(replayer: Replayer, k: int) -> None:
+@pytest.mark.parametrize("number", [0, 1, 2, 3, 5], ids=lambda number: f"message-{number}")
+def test_edited_message_ends_reuse_at_the_edit(replayer: Replayer, number: int) -> None:
     messages, turns = talk(replayer)
     edited = copy.deepcopy(messages[:-1])
-    content = edited[k]["content"]
-    edited[k]["content"] = content[: len(content) // 2] + "; or no, " + content[len(content) // 2 :]
+    content = edited[number]["content"]
+    edited[number]["content"] = (
+        content[: len(content) // 2] + "; or no, " + content[len(content) // 2 :]
+    )
     turn = replayer.turn(edited, "I see.", "s")
     assert turn.kind is Kind.DIVERGE
     assert_reuses(replayer, turn, shared(replayer, turns[-1], turn))
@@ -99,7 +101,7 @@ def test_edit_of_a_message(replayer: Replayer, k: int) -> None:
     assert more.n_reused == turn.n_total
 
 
-def test_branch_and_return(replayer: Replayer) -> None:
+def test_both_branches_of_a_conversation_are_reused(replayer: Replayer) -> None:
     messages, turns = talk(replayer)
     branch = [*messages[:3], user("Rather tell me of the keeper.")]
     first = replayer.turn(branch, "He is old.", "s")
@@ -121,8 +123,8 @@ def tool(name: str) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def test_tool_insertion(replayer: Replayer) -> None:
-    """Tools come before everything else, so a new tool ends reuse at its position."""
+def test_inserted_tool_ends_reuse_at_its_position(replayer: Replayer) -> None:
+    """The template renders tools before everything else."""
     question = [SYSTEM, user(QUESTIONS[0])]
     names = ["ask", "beg", "dare", "doubt", "wave"]
     few, more = (
@@ -141,8 +143,8 @@ def test_tool_insertion(replayer: Replayer) -> None:
     assert back.n_reused == first.n_total
 
 
-def test_a_reminder_that_moves(replayer: Replayer) -> None:
-    """opencode and other clients append it to the newest user message: the cut is at its begin."""
+def test_moved_reminder_ends_reuse_at_its_old_position(replayer: Replayer) -> None:
+    """opencode and other clients append the reminder to the newest user message."""
     reminder = "\n<system-reminder>Plan only, change nothing.</system-reminder>"
     messages: list[Message] = [SYSTEM]
     before: Turn | None = None
@@ -180,10 +182,10 @@ THINKING_TEMPLATE = (
         ),
     ],
 )
-def test_thinking_that_the_template_strips(
+def test_reuse_ends_before_thinking_that_the_template_strips(
     make_replayer: MakeReplayer, models_dir: Path, opened: bool, sent_back: str
 ) -> None:
-    """The cut is right before the old thinking; later turns extend the prompt without it."""
+    """Later turns extend the prompt without thinking."""
     begin = "{{ '<think>\\n' }}" if opened else ""
     model = make_tiny_model(
         models_dir / f"thinking-{opened}",
@@ -208,16 +210,16 @@ def test_thinking_that_the_template_strips(
         if sent_back == "inline":
             message["content"] = f"<think>\n{thought}{answer}"
         messages.append(message)
-    # The same request again: all of it is stored.
+    # A repetition of the last request finds all of it stored.
     again = replayer.turn(messages[:-1], "", "s")
     assert again.kind is Kind.EXACT
     assert_reuses(replayer, again, again.n_prompt - 1)
 
 
-def test_thinking_is_computed_once_more_and_then_never(
+def test_answer_after_stripped_thinking_is_recomputed_only_once(
     make_replayer: MakeReplayer, models_dir: Path
 ) -> None:
-    """With short questions and long answers: text after the thinking is stored a turn later."""
+    """The next turn computes and stores the answer without the thinking."""
     model = make_tiny_model(
         models_dir / "thinking-long",
         chat_template=THINKING_TEMPLATE.replace("OPENED", ""),
@@ -251,7 +253,7 @@ def trimming(make_replayer: MakeReplayer, models_dir: Path) -> Replayer:
 @pytest.mark.parametrize(
     "reply", [" The whole bay.", "\n\nThe whole bay.", "The whole bay. \n", "The whole bay."]
 )
-def test_a_reply_that_the_template_trims(trimming: Replayer, reply: str) -> None:
+def test_reply_that_the_template_trims_is_reused(trimming: Replayer, reply: str) -> None:
     messages = [SYSTEM, user(QUESTIONS[0])]
     first = trimming.turn(messages, reply, "s")
     second = trimming.turn([*messages, first.message, user(QUESTIONS[1])], "Ida.", "s")
@@ -259,7 +261,7 @@ def test_a_reply_that_the_template_trims(trimming: Replayer, reply: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("said", "again", "separators"),
+    ("written", "arguments", "separators"),
     [
         (
             '{"name": "wave", "arguments": {"place": "bay", "times": 2}}',
@@ -275,17 +277,17 @@ def test_a_reply_that_the_template_trims(trimming: Replayer, reply: str) -> None
     ],
     ids=["compact", "other-order", "empty"],
 )
-def test_tool_arguments_serialised_anew(
-    replayer: Replayer, said: str, again: dict[str, Any], separators: tuple[str, str]
+def test_reserialized_tool_arguments_are_reused(
+    replayer: Replayer, written: str, arguments: dict[str, Any], separators: tuple[str, str]
 ) -> None:
     tools = [tool("wave")]
     messages = [SYSTEM, user(QUESTIONS[0])]
-    reply = f"Let me.\n<tool_call>\n{said}\n</tool_call>"
+    reply = f"Let me.\n<tool_call>\n{written}\n</tool_call>"
     first = replayer.turn(messages, reply, "s", tools=tools)
     returned = copy.deepcopy(first.message)
-    assert json.loads(returned["tool_calls"][0]["function"]["arguments"]) == again
+    assert json.loads(returned["tool_calls"][0]["function"]["arguments"]) == arguments
     returned["tool_calls"][0]["function"]["arguments"] = json.dumps(
-        again, separators=separators, ensure_ascii=False
+        arguments, separators=separators, ensure_ascii=False
     )
     messages += [returned, {"role": "tool", "tool_call_id": "call-0", "content": "They wave back."}]
     second = replayer.turn(messages, "Done.", "s", tools=tools)
@@ -295,7 +297,7 @@ def test_tool_arguments_serialised_anew(
     assert third.n_reused == second.n_total
 
 
-def test_other_tool_arguments_are_not_what_was_said(replayer: Replayer) -> None:
+def test_changed_tool_arguments_end_reuse(replayer: Replayer) -> None:
     tools = [tool("wave")]
     messages = [SYSTEM, user(QUESTIONS[0])]
     reply = '<tool_call>\n{"name":"wave","arguments":{"place":"bay"}}\n</tool_call>'
@@ -308,8 +310,8 @@ def test_other_tool_arguments_are_not_what_was_said(replayer: Replayer) -> None:
     assert b"bar" in replayer.bytes_of(second.prompt)
 
 
-def test_a_title_request_beside_each_turn(replayer: Replayer) -> None:
-    """Claude Code and opencode send it under the main conversation's key."""
+def test_title_requests_do_not_reduce_the_main_conversations_reuse(replayer: Replayer) -> None:
+    """Claude Code and opencode send title requests under the main conversation's key."""
     titles: Message = {"role": "system", "content": "Write a title of five words, no more."}
     messages: list[Message] = [SYSTEM]
     main = side = 0
@@ -329,7 +331,7 @@ def test_a_title_request_beside_each_turn(replayer: Replayer) -> None:
         messages.append(turn.message)
 
 
-def test_a_subagent_under_the_same_key(replayer: Replayer) -> None:
+def test_subagent_and_main_conversation_under_one_key_are_reused(replayer: Replayer) -> None:
     agent: Message = {
         "role": "system",
         "content": "You search files.\n" + synthetic_text(120, seed=8),
@@ -347,14 +349,16 @@ def test_a_subagent_under_the_same_key(replayer: Replayer) -> None:
 
 
 @pytest.mark.parametrize("n_talks", [10, pytest.param(50, marks=pytest.mark.slow)])
-def test_many_anonymous_conversations(replayer: Replayer, n_talks: int) -> None:
-    """Without any key, all of them begin alike, and half of the answers come after a restart."""
+def test_anonymous_conversations_with_a_common_prefix_are_reused(
+    replayer: Replayer, n_talks: int
+) -> None:
+    """Requests have no session key, and half of the second turns come after a restart."""
     system: Message = {"role": "system", "content": "You are brief, and kind to all who ask."}
     talks = [[system, user(f"{n} ships, where to?")] for n in range(n_talks)]
     firsts: list[Turn] = []
     for n, messages in enumerate(talks):
         turn = replayer.turn(messages, f"To port {n}.")
-        # Of many siblings only the nearest by text are compared: another may share a token more.
+        # Only the nearest siblings by text are compared; another may share one more token.
         assert turn.n_reused >= max((shared(replayer, f, turn) for f in firsts), default=0) - 1
         firsts.append(turn)
     for i, n in enumerate(sorted(range(n_talks), key=lambda n: n * 7 % n_talks)):
@@ -366,7 +370,7 @@ def test_many_anonymous_conversations(replayer: Replayer, n_talks: int) -> None:
 
 
 def claude_code(messages: list[Message], turn: int) -> list[Message]:
-    """Return messages as Claude Code sends them: a billing line that changes, marks that move."""
+    """Return messages as Claude Code sends them: the billing line changes, cache marks move."""
     sent = copy.deepcopy(messages)
     billing = f"x-anthropic-billing-header: cc_version=2.1.173; cch={turn * 7919 % 99991:05x};"
     mark = {"type": "ephemeral"}
@@ -379,7 +383,7 @@ def claude_code(messages: list[Message], turn: int) -> list[Message]:
     return sent
 
 
-def test_claude_codes_billing_line_and_moving_marks(replayer: Replayer) -> None:
+def test_claude_codes_billing_line_and_cache_marks_keep_reuse(replayer: Replayer) -> None:
     messages: list[Message] = [SYSTEM]
     headers = {"X-Claude-Code-Session-Id": "0b5e", "User-Agent": "claude-cli/2.1.173"}
     expected = 0
@@ -396,10 +400,10 @@ SPELLED = "In ChatML <|im_start|> begins a turn and <|im_end|> ends it; <|endoft
 
 
 @pytest.mark.parametrize("restarted", [False, True], ids=["hot", "restarted"])
-def test_a_reply_that_spells_control_tokens_is_read_as_it_is_rendered(
+def test_spelled_control_tokens_in_a_reply_are_read_as_rendered(
     replayer: Replayer, make_replayer: MakeReplayer, tiny_model: Path, restarted: bool
 ) -> None:
-    """The model writes them with ordinary tokens; rendered, they are control tokens."""
+    """The model writes ordinary tokens; the template renders control tokens."""
     messages = [SYSTEM, user(QUESTIONS[0])]
     parts = re.split(r"(<\|\w+\|>)", SPELLED)
     words = [word for n, part in enumerate(parts) for word in (part if n % 2 else [part])]
@@ -412,6 +416,6 @@ def test_a_reply_that_spells_control_tokens_is_read_as_it_is_rendered(
     cold = make_replayer(tiny_model).turn(messages, "Ida.", "s")
     assert second.prompt == cold.prompt
     assert first.n_prompt - BLOCK_TOKENS <= second.n_reused < first.n_prompt + len("In ChatML ")
-    # From the next turn on all is found.
+    # The next turn reuses the whole second turn.
     third = replayer.turn([*messages, second.message, user(QUESTIONS[2])], "Seven.", "s")
     assert third.n_reused == second.n_total
