@@ -19,7 +19,7 @@ def loaded(models_dir: Path) -> LoadedModel:
 
 @pytest.fixture(scope="session")
 def other_weights(models_dir: Path) -> LoadedModel:
-    """The same geometry and, falsely, the same fingerprint; other weights."""
+    """A model with the same geometry and, wrongly, the same fingerprint, but other weights."""
     return load_model(models_dir / "other-weights", seed=1)
 
 

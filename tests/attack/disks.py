@@ -1,4 +1,4 @@
-"""Disks that are full, or read-only: a small tmpfs, or a substitute if none can be mounted."""
+"""Disks that are full, or read-only: a small tmpfs, or a substitute if no tmpfs can be mounted."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Tmpfs:
 
 
 class Limited:
-    """No file can grow, as on a full disk; no file can be opened for writing, as on CD-ROM."""
+    """A substitute: files cannot grow (full), or cannot be opened for writing (read-only)."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -50,7 +50,7 @@ class Answer:
     outcome: Outcome
 
 
-def answered(loaded: LoadedModel, reuse: Reuse) -> Answer:
+def compute_rest(loaded: LoadedModel, reuse: Reuse) -> Answer:
     """Compute the part of a prompt that was not restored."""
     n_reused = reuse.outcome.n_reused
     caches = reuse.caches or loaded.spec.make_cache()
@@ -81,7 +81,7 @@ class Talk:
         prompt = Prompt(ids, [ids], ["user"])
         root = self.loaded.root
         reuse = Lookup(prompt, root, self.store, self.loaded, canary=canary).restore()
-        return answered(self.loaded, reuse)
+        return compute_rest(self.loaded, reuse)
 
     def go_on(self, answer: Answer, n_tokens: int, session: str | None = None) -> list[int]:
         """Continue an answer greedily and store the turn; return all ids."""
@@ -167,12 +167,12 @@ class Cold:
         return self._logits[key]
 
     def difference(self, answer: Answer) -> float:
-        """Return the error of an answer's logits."""
+        """Return the largest difference of an answer's logits from those without a store."""
         return float(mx.abs(answer.logits - self.logits(answer.ids)).max())
 
-    def check(self, answer: Answer, what: str = "") -> None:
+    def check(self, answer: Answer, label: str = "") -> None:
         difference = self.difference(answer)
-        assert difference < TOLERANCE, f"{what}: logits differ by {difference}: {answer.outcome}"
+        assert difference < TOLERANCE, f"{label}: logits differ by {difference}: {answer.outcome}"
 
 
 def conversation_ids(loaded: LoadedModel, n_tokens: int, seed: int) -> list[int]:
@@ -182,7 +182,7 @@ def conversation_ids(loaded: LoadedModel, n_tokens: int, seed: int) -> list[int]
 
 
 def replace_payload(path: Path, other: Path) -> None:
-    """Give a block the arrays of another block of its length, with a right checksum."""
+    """Give a block the arrays of another block of the same length, with a valid checksum."""
     folder = path.parents[2]
     node, root, _ = read_file(block_path(folder, bytes.fromhex(path.stem)))
     _, _, arrays = read_file(block_path(other.parents[2], bytes.fromhex(other.stem)))

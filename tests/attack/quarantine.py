@@ -1,4 +1,4 @@
-"""Why blocks are in quarantine."""
+"""The reasons for which blocks are in quarantine."""
 
 from __future__ import annotations
 

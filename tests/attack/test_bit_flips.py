@@ -1,4 +1,4 @@
-"""One bit of any file of the store flips: every answer is still the model's own."""
+"""After a bit of any store file flips, every answer is still correct."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mlx_lm_kvpersist.request.replies import retokenize
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from tests.support import Message, synthetic_text
 
-from .driving import LIMITS, Answer, Cold, answered, forward, talk_with
+from .driving import LIMITS, Answer, Cold, compute_rest, forward, talk_with
 
 SYSTEM: Message = {"role": "system", "content": synthetic_text(400, seed=5)}
 Change = Callable[[Path, random.Random], str]
@@ -29,13 +29,13 @@ Change = Callable[[Path, random.Random], str]
 
 @dataclass
 class Prepared:
-    """A store that was left by kill -9, its conversations, and a next question for each."""
+    """A store left by kill -9, and follow-up prompts for its conversations."""
 
     folder: Path
     loaded: LoadedModel
     prompts: list[list[Message]]
     texts: list[set[str]]
-    """The allowed renderings of each: with its reply as the model made it, or as it was sent."""
+    """The allowed texts of each prompt: with its reply as generated, or as sent back."""
 
 
 def render(loaded: LoadedModel, messages: list[Message]) -> list[int]:
@@ -48,12 +48,12 @@ def ask(loaded: LoadedModel, store: BlockStore, messages: list[Message]) -> Answ
     messages, root = copy.deepcopy(messages), loaded.root
     ids = render(loaded, messages)
     prompt = retokenize(Prompt(ids, [ids], ["user"], messages), root, store, loaded)
-    return answered(loaded, Lookup(prompt, root, store, loaded).restore())
+    return compute_rest(loaded, Lookup(prompt, root, store, loaded).restore())
 
 
 @pytest.fixture(scope="module")
 def prepared(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    """Three conversations; the index has the last one only in its log."""
+    """Three conversations; the last conversation is only in the index's write-ahead log."""
     work, folder = (tmp_path_factory.mktemp(name) for name in ("work", "prepared"))
     prompts, texts = [], []
     for n in range(3):
@@ -61,16 +61,16 @@ def prepared(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> P
             question: Message = {"role": "user", "content": f"{n} {synthetic_text(90, seed=n)}"}
             messages = [SYSTEM, question]
             answer = ask(loaded, talk.store, messages)
-            # A reply whose text begins with a space reaches the client without it.
+            # The client receives a reply without its leading space.
             reply = f" so {n} " + synthetic_text(30, seed=50 + n)
             ids = [*answer.ids, *loaded.encode(reply)]
             forward(loaded, ids[len(answer.ids) :], answer.caches)
             talk.keep(ids, answer.caches, len(answer.ids), f"session-{n}", messages)
             talk.store.drain()
             for sent in (reply.lstrip(), reply):
-                said: Message = {"role": "assistant", "content": sent}
+                assistant: Message = {"role": "assistant", "content": sent}
                 follow_up: Message = {"role": "user", "content": "And?"}
-                prompts.append([SYSTEM, question, said, follow_up])
+                prompts.append([SYSTEM, question, assistant, follow_up])
                 texts.append(renderings(loaded, prompts[-1], reply))
             if n == 2:
                 assert (work / "index.sqlite-wal").stat().st_size > 4096
@@ -80,11 +80,11 @@ def prepared(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> P
 
 def renderings(loaded: LoadedModel, messages: list[Message], reply: str) -> set[str]:
     assert loaded.text is not None
-    found = set()
+    texts = set()
     for content in (reply, messages[2]["content"]):
         variant = [*messages[:2], {**messages[2], "content": content}, *messages[3:]]
-        found.add(loaded.text.decode(render(loaded, variant)))
-    return found
+        texts.add(loaded.text.decode(render(loaded, variant)))
+    return texts
 
 
 def flip_a_bit(path: Path, rng: random.Random, byte: int | None = None) -> str:
@@ -112,21 +112,21 @@ def attack(prepared: Prepared, cold: Cold, folder: Path, change: Change, seed: i
         # The index is rebuilt from the files.
         for path in folder.glob("index.sqlite*"):
             path.unlink()
-    what = f"seed {seed}: {change(folder, rng)}"
+    label = f"seed {seed}: {change(folder, rng)}"
     assert prepared.loaded.text is not None
     try:
         store = BlockStore(folder, LIMITS)
         try:
             for n in rng.sample(range(len(prepared.prompts)), 2):
                 answer = ask(prepared.loaded, store, prepared.prompts[n])
-                told = prepared.loaded.text.decode(answer.ids)
-                if told not in prepared.texts[n]:
-                    raise ValueError(f"the model is told something else: ...{told[-200:]}")
+                prompt_text = prepared.loaded.text.decode(answer.ids)
+                if prompt_text not in prepared.texts[n]:
+                    raise ValueError(f"the model is told something else: ...{prompt_text[-200:]}")
                 cold.check(answer)
         finally:
             store.close()
     except Exception as error:
-        raise AssertionError(what) from error
+        raise AssertionError(label) from error
     shutil.rmtree(folder)
 
 
@@ -151,8 +151,10 @@ def few_or_many(few: int, many: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("n", [few, slow])
 
 
-def test_the_prepared_store_is_found(prepared: Prepared, cold: Cold, tmp_path: Path) -> None:
-    """Without damage everything is restored: the attacks have something to damage."""
+def test_undamaged_prepared_store_is_restored(
+    prepared: Prepared, cold: Cold, tmp_path: Path
+) -> None:
+    """The damaged copies in other tests therefore come from a usable store."""
     shutil.copytree(prepared.folder, tmp_path / "copy")
     with talk_with(prepared.loaded, tmp_path / "copy") as talk:
         for messages in prepared.prompts[::2]:
@@ -163,12 +165,14 @@ def test_the_prepared_store_is_found(prepared: Prepared, cold: Cold, tmp_path: P
 
 
 @few_or_many(20, 2000)
-def test_flipped_bits(prepared: Prepared, cold: Cold, tmp_path: Path, n: int) -> None:
+def test_flipped_bits_in_store_files_do_not_change_answers(
+    prepared: Prepared, cold: Cold, tmp_path: Path, n: int
+) -> None:
     attack_often(prepared, cold, tmp_path, flip_in_any_file, n)
 
 
 def flip_in_index_header(folder: Path, rng: random.Random) -> str:
-    """Flip a bit of the first 100 bytes, the database header, in file or log."""
+    """Flip a bit of the database header, the first 100 bytes; often remove the log first."""
     for name in ("index.sqlite-wal", "index.sqlite-shm"):
         if rng.random() < 0.7:
             (folder / name).unlink(missing_ok=True)
@@ -177,7 +181,7 @@ def flip_in_index_header(folder: Path, rng: random.Random) -> str:
 
 
 @few_or_many(15, 1500)
-def test_flipped_bits_of_the_index_header(
+def test_flipped_bits_in_the_index_header_do_not_change_answers(
     prepared: Prepared, cold: Cold, tmp_path: Path, n: int
 ) -> None:
     attack_often(prepared, cold, tmp_path, flip_in_index_header, n)
@@ -206,11 +210,11 @@ def zero_a_page(folder: Path, rng: random.Random) -> str:
 
 def swap(folder: Path, rng: random.Random) -> str:
     """Swap two files."""
-    one, two = rng.sample(files_of(folder), 2)
-    content = one.read_bytes()
-    one.write_bytes(two.read_bytes())
-    two.write_bytes(content)
-    return f"{one.name} and {two.name} swapped"
+    first, second = rng.sample(files_of(folder), 2)
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+    return f"{first.name} and {second.name} swapped"
 
 
 def garbage(folder: Path, rng: random.Random) -> str:
@@ -229,31 +233,35 @@ TORN: list[Change] = [truncate, zero_a_page, swap, garbage]
 
 @few_or_many(8, 700)
 @pytest.mark.parametrize("change", TORN, ids=lambda change: change.__name__)
-def test_torn_files(prepared: Prepared, cold: Cold, tmp_path: Path, change: Change, n: int) -> None:
+def test_torn_files_do_not_change_answers(
+    prepared: Prepared, cold: Cold, tmp_path: Path, change: Change, n: int
+) -> None:
     attack_often(prepared, cold, tmp_path, change, n)
 
 
-def heals(prepared: Prepared, cold: Cold, folder: Path, change: Callable[[Path], str]) -> str:
-    """Damage an index, start twice; return why a turn is not stored and found again, or ""."""
+def recovery_failure(
+    prepared: Prepared, cold: Cold, folder: Path, change: Callable[[Path], str]
+) -> str:
+    """Damage an index, start twice; return "", or why a new turn is not stored and reused."""
     shutil.copytree(prepared.folder, folder)
     for name in ("index.sqlite-wal", "index.sqlite-shm"):
         (folder / name).unlink(missing_ok=True)
-    what = change(folder / "index.sqlite")
+    label = change(folder / "index.sqlite")
     for _ in range(2):
         with talk_with(prepared.loaded, folder) as talk:
             answer = ask(prepared.loaded, talk.store, prepared.prompts[0])
-            cold.check(answer, what)
+            cold.check(answer, label)
             ids = talk.go_on(answer, 4, "after")
             talk.forget_hot_blocks()
             outcome = talk.ask([*ids, 5]).outcome
     shutil.rmtree(folder)
-    return "" if outcome.n_restored >= len(ids) - 4 else f"{what}: {outcome}"
+    return "" if outcome.n_restored >= len(ids) - 4 else f"{label}: {outcome}"
 
 
-def test_a_lost_page_of_the_index_does_not_stay_so(
+def test_store_recovers_after_damage_to_any_index_page(
     prepared: Prepared, cold: Cold, tmp_path: Path
 ) -> None:
-    """For every page: after a restart turns are stored and found again."""
+    """After a restart, new turns are stored and reused."""
     n_pages = (prepared.folder / "index.sqlite").stat().st_size // 4096
 
     def overwrite(page: int, path: Path) -> str:
@@ -263,17 +271,17 @@ def test_a_lost_page_of_the_index_does_not_stay_so(
         return f"page {page}"
 
     failures = [
-        heals(prepared, cold, tmp_path / str(page), partial(overwrite, page))
+        recovery_failure(prepared, cold, tmp_path / str(page), partial(overwrite, page))
         for page in range(n_pages)
     ]
     assert not any(failures), "\n".join(failures)
 
 
 @few_or_many(16, 1000)
-def test_a_flipped_bit_of_the_index_does_not_stay_so(
+def test_store_recovers_after_a_flipped_bit_in_the_index(
     prepared: Prepared, cold: Cold, tmp_path: Path, n: int
 ) -> None:
-    """Half of the flipped bits are in its header and its schema."""
+    """Half of the flipped bits are in the first page: the header and the schema."""
     failures: list[str] = []
     for seed in range(n):
         rng = random.Random(seed)
@@ -283,15 +291,17 @@ def test_a_flipped_bit_of_the_index_does_not_stay_so(
             return flip_a_bit(path, rng, byte)
 
         try:
-            failures.append(heals(prepared, cold, tmp_path / str(seed), flip))
+            failures.append(recovery_failure(prepared, cold, tmp_path / str(seed), flip))
         except Exception as error:
             failures.append(f"seed {seed}: {error!r}")
     failures = [failure for failure in failures if failure]
     assert not failures, f"{len(failures)} of {n}:\n" + "\n".join(failures[:20])
 
 
-def test_flipped_bits_of_remembered_replies(prepared: Prepared, cold: Cold, tmp_path: Path) -> None:
-    """They change the model's input: no key and no block file can prove them wrong."""
+def test_flipped_bits_in_remembered_replies_do_not_change_answers(
+    prepared: Prepared, cold: Cold, tmp_path: Path
+) -> None:
+    """Their ids become input of the model, and no key or block file can show an error in them."""
 
     def flip_in_reply(folder: Path, rng: random.Random) -> str:
         if not (folder / "index.sqlite").exists():

@@ -1,4 +1,4 @@
-"""The canary finds KV that is whole but not this model's, and leaves no trace of itself."""
+"""The canary detects intact KV of another model, and does not change stored blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def store_of_another_model(other: LoadedModel, folder: Path, ids: list[int]) -> 
         talk.remember(ids, "s")
 
 
-def test_kv_of_other_weights_is_caught(
+def test_canary_rejects_kv_of_other_weights(
     loaded: LoadedModel, other_weights: LoadedModel, cold: Cold, tmp_path: Path
 ) -> None:
     ids = conversation_ids(loaded, N_TOKENS, seed=1)
@@ -35,7 +35,7 @@ def test_kv_of_other_weights_is_caught(
         assert (answer.outcome.kind, answer.outcome.n_reused) == (Kind.MISS, 0)
         reasons = quarantined_reasons(talk)
         assert len(reasons) == 3 and all("canary" in reason for reason in reasons)
-        # The blocks computed instead are stored, found and trusted.
+        # The recomputed blocks are stored and reused.
         talk.go_on(answer, 8)
         talk.forget_hot_blocks()
         again = talk.ask([*ids, 5, 6])
@@ -44,10 +44,10 @@ def test_kv_of_other_weights_is_caught(
         assert len(quarantined_reasons(talk)) == 3
 
 
-def test_without_the_canary_it_would_be_used(
+def test_without_the_canary_kv_of_other_weights_is_used(
     loaded: LoadedModel, other_weights: LoadedModel, cold: Cold, tmp_path: Path
 ) -> None:
-    """The test above can fail: checksums alone do not find it."""
+    """Checksums alone do not detect this KV, so the test above can fail."""
     ids = conversation_ids(loaded, N_TOKENS, seed=1)
     store_of_another_model(other_weights, tmp_path, ids)
     with talk_with(loaded, tmp_path) as talk:
@@ -57,7 +57,7 @@ def test_without_the_canary_it_would_be_used(
 
 
 @pytest.mark.parametrize("n_blocks", [1, 2, 3])
-def test_single_blocks_of_other_weights_are_caught(
+def test_canary_rejects_last_blocks_of_other_weights(
     loaded: LoadedModel, other_weights: LoadedModel, cold: Cold, tmp_path: Path, n_blocks: int
 ) -> None:
     """The last blocks, 88 to 600 tokens, were computed by another model."""
@@ -76,7 +76,7 @@ def test_single_blocks_of_other_weights_are_caught(
         assert "canary" in " ".join(quarantined_reasons(talk))
 
 
-def test_the_canary_changes_nothing_that_is_stored(
+def test_canary_does_not_change_stored_blocks(
     loaded: LoadedModel, cold: Cold, tmp_path: Path
 ) -> None:
     ids = conversation_ids(loaded, N_TOKENS, seed=3)
@@ -96,7 +96,7 @@ def test_the_canary_changes_nothing_that_is_stored(
     assert len(stored["on"]) > len(block_files(tmp_path / "before"))
 
 
-def test_a_server_catches_it_and_computes_anew(
+def test_server_recomputes_a_prompt_whose_canary_fails(
     tiny_model: Path, loaded: LoadedModel, tmp_path: Path
 ) -> None:
     messages: list[Message] = [{"role": "user", "content": synthetic_text(500, seed=1)}]
@@ -107,15 +107,15 @@ def test_a_server_catches_it_and_computes_anew(
         second = server.chat([{"role": "user", "content": synthetic_text(500, seed=2)}], "t")
         for reply, session in ((first, "s"), (second, "t")):
             wait_for_commit(store, session, reply.prompt_tokens + reply.completion_tokens)
-    _swap_first_payloads(store)
+    _rotate_payloads(store)
     with ServerProcess(tiny_model, *plugin, str(store), log_path=tmp_path / "1.log") as server:
         reply = server.chat(messages, temperature=0.0, max_tokens=12)
         assert (reply.kvpersist["outcome"], reply.text) == ("MISS", first.text)
         assert "goes to quarantine: canary" in server.log
 
 
-def _swap_first_payloads(folder: Path) -> None:
-    """Give each full block of the store the next one's arrays."""
+def _rotate_payloads(folder: Path) -> None:
+    """Give each full block of the store the arrays of the next full block."""
     full = [path for path in (folder / "blocks").rglob("*.safetensors") if _n_tokens(path) == 256]
     assert len(full) >= 2
     copies = folder.parent / "copies"
@@ -129,8 +129,8 @@ def _n_tokens(path: Path) -> int:
     return read_record(path)[0].n_tokens
 
 
-def test_a_canary_of_a_short_prefix(talk: Talk, cold: Cold) -> None:
-    """Fewer tokens than the canary runs."""
+def test_canary_accepts_short_prefixes(talk: Talk, cold: Cold) -> None:
+    """Some prefixes are shorter than the canary."""
     ids = conversation_ids(talk.loaded, 300, seed=4)
     talk.remember(ids)
     talk.forget_hot_blocks()

@@ -1,4 +1,4 @@
-"""A disk that is full, read-only or gone, and files that changed: requests are always served."""
+"""Requests are served on a full, read-only or deleted disk, and after files have changed."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def disk_talk(disk: Disk, loaded: LoadedModel) -> Iterator[Talk]:
         yield talk
 
 
-def ask_in_ram(talk: Talk, cold: Cold, ids: list[int], what: str) -> None:
+def ask_in_ram(talk: Talk, cold: Cold, ids: list[int], label: str) -> None:
     answer = talk.ask([*ids, 5])
-    assert (answer.outcome.tier, answer.outcome.n_reused) == ("ram", len(ids)), what
-    cold.check(answer, what)
+    assert (answer.outcome.tier, answer.outcome.n_reused) == ("ram", len(ids)), label
+    cold.check(answer, label)
 
 
 def check_on_disk(talk: Talk, cold: Cold, ids: list[int]) -> None:
@@ -60,10 +60,10 @@ def leftovers(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if "tmp" in path.name]
 
 
-def test_a_full_disk(
+def test_on_a_full_disk_turns_are_served_from_ram(
     disk: Disk, disk_talk: Talk, cold: Cold, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Turns are served from RAM, logged once, never half written, and stored afterwards."""
+    """The failure is logged once, no turn is partly written, and later turns are stored."""
     talk = disk_talk
     before, during, later = (conversation_ids(talk.loaded, 300, seed=n) for n in range(3))
     talk.remember(before, "before")
@@ -87,8 +87,8 @@ def test_a_full_disk(
         check_on_disk(again, cold, before)
 
 
-def test_a_damaged_block_on_a_full_disk(disk: Disk, disk_talk: Talk, cold: Cold) -> None:
-    """It cannot be moved to quarantine, and still is not used."""
+def test_damaged_block_on_a_full_disk_is_not_used(disk: Disk, disk_talk: Talk, cold: Cold) -> None:
+    """The block cannot be moved to quarantine."""
     talk = disk_talk
     ids = conversation_ids(talk.loaded, 600, seed=1)
     talk.remember(ids)
@@ -104,7 +104,7 @@ def test_a_damaged_block_on_a_full_disk(disk: Disk, disk_talk: Talk, cold: Cold)
     check_on_disk(talk, cold, ids)
 
 
-def test_a_read_only_disk(
+def test_on_a_read_only_disk_turns_are_served_from_ram(
     disk: Disk, disk_talk: Talk, cold: Cold, caplog: pytest.LogCaptureFixture
 ) -> None:
     talk = disk_talk
@@ -117,16 +117,18 @@ def test_a_read_only_disk(
             talk.store.drain()
             ask_in_ram(talk, cold, during[: 260 + 20 * n], f"read-only, turn {n}")
         check_on_disk(talk, cold, before)
-    (said,) = errors(caplog, "cannot save a turn")
-    assert "Read-only file system" in said
-    assert said.endswith(
+    (message,) = errors(caplog, "cannot save a turn")
+    assert "Read-only file system" in message
+    assert message.endswith(
         "; mount the volume for writing, or choose another folder with --kvpersist-dir"
     )
     talk.remember(later, "later")
     check_on_disk(talk, cold, later)
 
 
-def test_a_damaged_block_on_a_read_only_disk(disk: Disk, disk_talk: Talk, cold: Cold) -> None:
+def test_damaged_block_on_a_read_only_disk_is_not_used(
+    disk: Disk, disk_talk: Talk, cold: Cold
+) -> None:
     talk = disk_talk
     ids = conversation_ids(talk.loaded, 600, seed=1)
     talk.remember(ids)
@@ -140,26 +142,26 @@ def test_a_damaged_block_on_a_read_only_disk(disk: Disk, disk_talk: Talk, cold: 
             talk.store.drain()
 
 
-def test_a_read_only_disk_at_startup(disk: Disk, disk_talk: Talk) -> None:
-    """One line that says what to do, not a traceback."""
+def test_read_only_disk_at_startup_raises_a_store_error(disk: Disk, disk_talk: Talk) -> None:
+    """The error says what to do."""
     disk_talk.store.close()
-    said = "Read-only file system.*--kvpersist-dir"
-    with disk.read_only(), pytest.raises(StoreError, match=said):
+    message = "Read-only file system.*--kvpersist-dir"
+    with disk.read_only(), pytest.raises(StoreError, match=message):
         BlockStore(disk_talk.folder, LIMITS)
 
 
-def test_every_write_fails_once(
+def test_failed_file_call_loses_only_one_turn(
     talk: Talk, cold: Cold, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The n-th file that is opened, replaced or removed fails, for every n: one turn is lost."""
+    """For every n, the n-th call that opens, replaces or removes a file fails."""
     stock = {name: getattr(os, name) for name in ("open", "replace", "unlink")}
-    left = [-1]
+    calls_left = [-1]
 
     def failing(name: str) -> Callable[..., object]:
         def call(*args: object, **kwargs: object) -> object:
             if str(talk.folder) in str(args[0]):
-                left[0] -= 1
-                if left[0] == -1:
+                calls_left[0] -= 1
+                if calls_left[0] == -1:
                     raise OSError(errno.EIO, os.strerror(errno.EIO))
             result: object = stock[name](*args, **kwargs)
             return result
@@ -171,13 +173,13 @@ def test_every_write_fails_once(
         monkeypatch.setattr(os, name, failing(name))
     n_failed = 0
     for n in range(40):
-        left[0] = n
+        calls_left[0] = n
         ids = conversation_ids(talk.loaded, 300 + n, seed=n)
         talk.remember(ids, f"session-{n}")
         talk.store.drain()
-        failed = left[0] < 0
+        failed = calls_left[0] < 0
         n_failed += failed
-        left[0] = -1
+        calls_left[0] = -1
         ask_in_ram(talk, cold, ids, f"call {n} failed")
         # A repeated turn is stored in full.
         talk.store.pool.clear()
@@ -189,7 +191,7 @@ def test_every_write_fails_once(
     assert leftovers(talk.folder) == []
 
 
-# Files that changed.
+# Changed files.
 
 
 def damage(path: Path) -> None:
@@ -227,23 +229,23 @@ def make_a_dead_link(path: Path) -> None:
 CHANGES = [damage, truncate, empty, zero, cut_the_header]
 
 
-@pytest.mark.parametrize("n", [0, 1, 2])
+@pytest.mark.parametrize("number", [0, 1, 2])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_changed_block(
+def test_changed_block_is_quarantined_and_recomputed(
     talk: Talk,
     cold: Cold,
     caplog: pytest.LogCaptureFixture,
     change: Callable[[Path], None],
-    n: int,
+    number: int,
 ) -> None:
     ids = conversation_ids(talk.loaded, 600, seed=1)
     talk.remember(ids, "s")
-    path = talk.blocks(ids)[n]
+    path = talk.blocks(ids)[number]
     talk.forget_hot_blocks()
     change(path)
     answer = talk.ask([*ids, 5])
     cold.check(answer)
-    assert answer.outcome.n_reused == 256 * n
+    assert answer.outcome.n_reused == 256 * number
     (reason,) = quarantined_reasons(talk)
     assert path.name in reason or path.stem in reason
     assert f"block {path.stem} goes to quarantine: {reason}" in caplog.text
@@ -251,7 +253,9 @@ def test_a_changed_block(
     check_on_disk(talk, cold, ids)
 
 
-def test_a_block_that_is_gone(talk: Talk, cold: Cold, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_block_is_recomputed(
+    talk: Talk, cold: Cold, caplog: pytest.LogCaptureFixture
+) -> None:
     ids = conversation_ids(talk.loaded, 600, seed=1)
     talk.remember(ids, "s")
     path = talk.blocks(ids)[1]
@@ -266,20 +270,20 @@ def test_a_block_that_is_gone(talk: Talk, cold: Cold, caplog: pytest.LogCaptureF
     check_on_disk(talk, cold, ids)
 
 
-@pytest.mark.parametrize("take_its_place", [make_a_folder, make_a_dead_link])
-def test_a_block_whose_place_is_taken(
+@pytest.mark.parametrize("replace_file", [make_a_folder, make_a_dead_link])
+def test_foreign_file_in_a_blocks_place_is_kept(
     talk: Talk,
     cold: Cold,
     caplog: pytest.LogCaptureFixture,
-    take_its_place: Callable[[Path], None],
+    replace_file: Callable[[Path], None],
 ) -> None:
-    """The foreign file stays, and the conversation stays in memory."""
+    """The block is written after the foreign file is removed."""
     ids = conversation_ids(talk.loaded, 600, seed=1)
     talk.remember(ids, "s")
     path = talk.blocks(ids)[1]
     talk.forget_hot_blocks()
-    take_its_place(path)
-    there = path.lstat().st_ino
+    replace_file(path)
+    inode = path.lstat().st_ino
     answer = talk.ask([*ids, 5])
     cold.check(answer)
     assert answer.outcome.n_reused == 256
@@ -287,23 +291,23 @@ def test_a_block_whose_place_is_taken(
     after = talk.go_on(answer, 3, "s")
     talk.store.drain()
     assert "is not the store's file; move it away" in caplog.text
-    assert path.lstat().st_ino == there
+    assert path.lstat().st_ino == inode
     path.rmdir() if path.is_dir() else path.unlink()
     talk.go_on(talk.ask([*after, 5]), 3, "s")
     check_on_disk(talk, cold, ids)
 
 
-def test_swapped_blocks(talk: Talk, cold: Cold) -> None:
-    """Whole files, right checksums, wrong names."""
-    one, two = (conversation_ids(talk.loaded, 600, seed=n) for n in (1, 2))
-    talk.remember(one)
-    talk.remember(two)
-    mine, other = talk.blocks(one)[1], talk.blocks(two)[1]
+def test_swapped_block_files_are_quarantined(talk: Talk, cold: Cold) -> None:
+    """The files are intact, but have each other's names."""
+    first, second = (conversation_ids(talk.loaded, 600, seed=n) for n in (1, 2))
+    talk.remember(first)
+    talk.remember(second)
+    first_path, second_path = talk.blocks(first)[1], talk.blocks(second)[1]
     talk.forget_hot_blocks()
-    content = mine.read_bytes()
-    mine.write_bytes(other.read_bytes())
-    other.write_bytes(content)
-    for ids in (one, two):
+    content = first_path.read_bytes()
+    first_path.write_bytes(second_path.read_bytes())
+    second_path.write_bytes(content)
+    for ids in (first, second):
         answer = talk.ask([*ids, 5])
         cold.check(answer)
         assert answer.outcome.n_reused == 256
@@ -311,10 +315,10 @@ def test_swapped_blocks(talk: Talk, cold: Cold) -> None:
     assert len(reasons) == 2 and all("holds block" in reason for reason in reasons)
 
 
-def test_blocks_of_another_model(
+def test_block_files_of_another_model_are_not_used(
     talk: Talk, other_weights: LoadedModel, cold: Cold, tmp_path: Path
 ) -> None:
-    """Its file under our block's name is noticed by its key, and never read under its own."""
+    """Under our block's name such a file fails the key check; under its own name it is not read."""
     ids = conversation_ids(talk.loaded, 600, seed=1)
     stranger = replace(other_weights, fingerprint="stranger")
     with talk_with(stranger, tmp_path / "other") as other:
@@ -333,15 +337,17 @@ def test_blocks_of_another_model(
         answer = again.ask([*ids, 5])
         cold.check(answer)
         assert answer.outcome.n_reused == 256
-        # Several files are read at a time, so more than the first bad file may be found.
+        # Several files are read at a time, so more than one bad file may be detected.
         reasons = quarantined_reasons(again)
         assert reasons and all("holds block" in reason for reason in reasons)
-        # Files that nobody committed are swept away.
+        # The store removes files that were not committed.
         present = set((talk.folder / "blocks").rglob("*.safetensors"))
         assert not present & {talk.folder / p.relative_to(tmp_path / "other") for p in foreign}
 
 
-def test_arrays_of_another_geometry(talk: Talk, cold: Cold, tmp_path: Path) -> None:
+def test_block_with_arrays_of_a_wrong_length_is_quarantined(
+    talk: Talk, cold: Cold, tmp_path: Path
+) -> None:
     ids = conversation_ids(talk.loaded, 600, seed=1)
     talk.remember(ids, "s")
     last, first = talk.blocks(ids)[2], talk.blocks(ids)[0]
@@ -361,15 +367,17 @@ def chat(n: int, seed: int = 1) -> list[Message]:
     return [{"role": "user", "content": f"{n}. {synthetic_text(120, seed=seed)}"}]
 
 
-def test_the_folder_is_deleted_while_serving(start_server: StartServer, tiny_model: Path) -> None:
-    """Replies keep coming, and later turns survive kill -9."""
+def test_server_survives_deletion_of_its_folder(
+    start_server: StartServer, tiny_model: Path
+) -> None:
+    """Requests are served, and later turns survive kill -9."""
     server = start_server.with_plugin(tiny_model)
     store = start_server.store
     first = server.chat(chat(0), "s", temperature=0.0)
     wait_for_commit(store, "s", first.prompt_tokens + first.completion_tokens)
-    # In one step: a file that the server makes in between would keep the folder.
+    # Rename first: rmtree fails if the server makes a file in the folder at the same time.
     shutil.rmtree(store.rename(store.with_name("deleted")))
-    # Replies are remembered in the index. The first is gone with it, so it is not sent back.
+    # The deleted index had the first reply's ids, so the client sends back another reply.
     talk = [*chat(0), {"role": "assistant", "content": "Indeed."}, *chat(1)]
     second = server.chat(talk, "s", temperature=0.0)
     assert second.cached_tokens > 0
@@ -383,7 +391,7 @@ def test_the_folder_is_deleted_while_serving(start_server: StartServer, tiny_mod
     assert (again.kvpersist["outcome"], again.kvpersist["tier"]) == ("EXACT", "disk")
 
 
-def test_a_server_on_a_disk_that_fills_up(
+def test_server_on_a_full_disk_serves_from_ram(
     start_server: StartServer, tiny_model: Path, tmp_path: Path
 ) -> None:
     with small_disk("tmpfs", tmp_path / "disk") as disk:
@@ -401,7 +409,7 @@ def test_a_server_on_a_disk_that_fills_up(
         total = replies["before"].prompt_tokens + replies["before"].completion_tokens
         wait_for_commit(store, "before", total)
         if isinstance(disk, Limited):
-            return  # the limit is this process's, not the server's; see the tests above
+            return  # the limit applies to this process, not to the server
         assert isinstance(disk, Tmpfs)
         with disk.full():
             for n in (1, 2):
@@ -416,7 +424,7 @@ def test_a_server_on_a_disk_that_fills_up(
         assert "Traceback" not in server.log
         server.restart(kill=True)
         for n, name in ((0, "before"), (3, "after")):
-            found = server.chat(chat(n), temperature=0.0)
-            assert found.kvpersist["tier"] == "disk", name
+            reply = server.chat(chat(n), temperature=0.0)
+            assert reply.kvpersist["tier"] == "disk", name
         assert server.chat(chat(1), temperature=0.0).text == replies["full-1"].text
         server.stop()

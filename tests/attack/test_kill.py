@@ -1,4 +1,4 @@
-"""kill -9 at any moment: committed turns are stored whole, and nothing else is stored."""
+"""After kill -9 at any moment, the store has all committed turns and nothing else."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from .turns import LIMITS, check_committed, keep_turn
 TALKS = ("first", "second", "third")
 
 
-class Killed:
-    """A store whose writer is killed again and again."""
+class KilledStore:
+    """A store whose writing process is killed repeatedly."""
 
     def __init__(self, folder: Path, key: str = "") -> None:
         self.key = key
@@ -46,7 +46,7 @@ class Killed:
 
     @property
     def lines(self) -> list[list[str]]:
-        # The writer may die inside of a line.
+        # A kill may cut the last line.
         whole = self.log.read_text().rpartition("\n")[0]
         return [line.split() for line in whole.splitlines()]
 
@@ -59,7 +59,7 @@ class Killed:
         return sum(name != "open" for name, _ in self.lines)
 
     def write_and_kill(self, seed: int, n_turns: int, n_lines: int, wait_s: float) -> None:
-        """Let a process write; kill it `wait_s` after it has logged `n_lines` more lines."""
+        """Run a process that writes; kill it `wait_s` after it has logged `n_lines` more lines."""
         n_before = len(self.lines)
         command = [sys.executable, "-m", "tests.attack.turns"]
         arguments = [str(self.store), str(self.log), str(seed), str(n_turns), self.key]
@@ -78,16 +78,16 @@ class Killed:
 
 
 def kill_and_check(folder: Path, n_turns: int, most_lines: int, key: str = "") -> None:
-    """Have `n_turns` turns written by processes that are killed, ten at least; check after each.
+    """Kill processes until they have written `n_turns` turns, at least ten; check after each kill.
 
     A process is killed after a number of log lines, so a busy machine needs no more processes.
     """
     rng = random.Random(n_turns)
-    killed = Killed(folder, key)
+    killed = KilledStore(folder, key)
     encryption = Cipher(bytes.fromhex(key)) if key else PLAIN
     n_kills = 0
     while killed.n_turns < n_turns or n_kills < 10:
-        # The first line says that the store is open. Now and then the kill comes before it.
+        # The first line says that the store is open. Every eighth kill may come before it.
         n_lines, longest_s = (rng.randint(1, most_lines), 0.05) if n_kills % 8 != 7 else (0, 0.25)
         killed.write_and_kill(n_kills, n_turns, n_lines, rng.uniform(0, longest_s))
         check_committed(killed.store, killed.committed, encryption=encryption)
@@ -99,13 +99,15 @@ def kill_and_check(folder: Path, n_turns: int, most_lines: int, key: str = "") -
     ("n_turns", "most_lines"),
     [(100, 8), *(pytest.param(*n, marks=pytest.mark.slow) for n in ((300, 20), (4_000, 60)))],
 )
-def test_killed_at_any_moment(tmp_path: Path, n_turns: int, most_lines: int) -> None:
+def test_store_is_consistent_after_kills_at_any_moment(
+    tmp_path: Path, n_turns: int, most_lines: int
+) -> None:
     kill_and_check(tmp_path, n_turns, most_lines)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_killed_at_any_moment_in_an_encrypted_folder(tmp_path: Path) -> None:
+def test_encrypted_store_is_consistent_after_kills_at_any_moment(tmp_path: Path) -> None:
     kill_and_check(tmp_path, 300, 20, key="5e" * 32)
 
 
@@ -126,7 +128,7 @@ def remove_index(folder: Path) -> None:
 
 
 def forget_replies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replies are stored in the index alone: without it they are matched by their text."""
+    """Skip the check of remembered replies: only the removed index had them."""
     monkeypatch.setattr(BlockStore, "replies", _ids_of)
 
 
@@ -134,15 +136,15 @@ def _ids_of(store: BlockStore, root: bytes, keys: list[bytes]) -> dict[bytes, by
     return {key: store.index.chain(key)[-1][0].packed_ids for key in keys}
 
 
-def test_an_index_that_is_gone_is_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_index_is_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = filled_store(tmp_path)
     remove_index(tmp_path)
     forget_replies(monkeypatch)
     check_committed(tmp_path, lengths)
 
 
-def test_an_index_that_is_empty_is_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SQLite takes a file of no bytes for a database of no tables."""
+def test_empty_index_file_is_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQLite reads a file of 0 bytes as a database without tables."""
     lengths = filled_store(tmp_path)
     (tmp_path / "index.sqlite").write_bytes(b"")
     forget_replies(monkeypatch)
@@ -150,23 +152,23 @@ def test_an_index_that_is_empty_is_rebuilt(tmp_path: Path, monkeypatch: pytest.M
 
 
 class Killer(BaseException):
-    """Simulates SIGKILL at a moment at which no process can be killed exactly."""
+    """Simulates SIGKILL at an exact call, which a real signal cannot hit."""
 
 
 @pytest.mark.parametrize("n_calls", [0, 1, 7, 20, 21, 23])  # checkpoints come after 21 blocks
 @pytest.mark.parametrize("method", ["add_blocks", "put_session"])
-def test_killed_while_the_index_is_rebuilt(
+def test_store_is_consistent_after_a_kill_during_an_index_rebuild(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, n_calls: int
 ) -> None:
     lengths = filled_store(tmp_path)
     remove_index(tmp_path)
     stock: Callable[..., None] = getattr(Index, method)
-    left = [n_calls]
+    calls_left = [n_calls]
 
     def dying(self: Index, *args: Any) -> None:
-        if left[0] == 0:
+        if calls_left[0] == 0:
             raise Killer
-        left[0] -= 1
+        calls_left[0] -= 1
         stock(self, *args)
 
     monkeypatch.setattr(Index, method, dying)
@@ -181,8 +183,10 @@ def test_killed_while_the_index_is_rebuilt(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_the_server_killed_at_any_moment(tiny_model: Path, tmp_path: Path) -> None:
-    """Three conversations of ten turns; every reply and every stored byte as without a kill."""
+def test_killed_server_gives_the_replies_of_an_uninterrupted_one(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """The kills change no reply and no stored byte of three conversations of ten turns."""
     replies: dict[str, dict[str, list[str]]] = {}
     for name in ("uninterrupted", "killed"):
         store = tmp_path / name
@@ -210,7 +214,7 @@ def test_the_server_killed_at_any_moment(tiny_model: Path, tmp_path: Path) -> No
             }
         assert "goes to quarantine" not in (tmp_path / f"{name}.log").read_text()
     assert replies["killed"] == replies["uninterrupted"]
-    # A turn cut short by a kill may leave more files than a whole turn, but never other bytes.
+    # A killed turn may leave additional files, but never different bytes.
     whole, killed = (block_files(tmp_path / name) for name in ("uninterrupted", "killed"))
     assert whole.items() <= killed.items()
 
@@ -218,13 +222,13 @@ def test_the_server_killed_at_any_moment(tiny_model: Path, tmp_path: Path) -> No
 def ask_and_kill(
     server: ServerProcess, messages: list[Message], session: str, wait_s: float
 ) -> None:
-    """Send a request and kill the server a moment later, answered or not; start it again."""
+    """Send a request; kill the server after `wait_s`, with or without a reply; start it again."""
 
     def ask() -> None:
         try:
             server.chat(messages, session, max_tokens=30, temperature=0.0)
         except (OSError, ServerError, ValueError):
-            pass  # it was killed
+            pass  # the server was killed
 
     thread = threading.Thread(target=ask)
     thread.start()
@@ -235,7 +239,7 @@ def ask_and_kill(
 
 
 def kill_after(command: list[str], is_done: Callable[[], bool], rng: random.Random) -> None:
-    """Run a program, and kill it a moment after it has done something."""
+    """Run a program, and kill it shortly after `is_done` returns True."""
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
     try:
         wait_until(lambda: is_done() or process.poll() is not None, "the program", 120)
@@ -252,8 +256,8 @@ def at_least(log: Path, n_turns: int) -> bool:
 
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("n_kills", [2, pytest.param(200, marks=pytest.mark.slow)])
-def test_a_kill_costs_a_hybrid_model_no_more_than_it_may(tmp_path: Path, n_kills: int) -> None:
-    """Tokens to compute again when a tool's turns are killed at any moment."""
+def test_kill_costs_a_hybrid_model_at_most_the_allowed_loss(tmp_path: Path, n_kills: int) -> None:
+    """Counts the tokens that are computed again after each kill during tool turns."""
     rng = random.Random(n_kills)
     log, store = tmp_path / "log", tmp_path / "store"
     log.touch()

@@ -1,6 +1,6 @@
-"""kill -9 as soon as a client has its reply: all but the last block of it is on disk.
+"""After kill -9 right after a reply, all but the reply's last block is on disk.
 
-The index and the files are written without fsync: they outlive the process, not the machine.
+The index and the files are written without fsync: they survive a kill, not a power failure.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tests.support import Message, Reply, ServerProcess, make_tiny_model, synthe
 LONGEST_S = 0.1
 """The longest time from the last byte to a kill."""
 SHORT, LONG = 20, 600
-"""The most tokens of replies: half of them are short, and end before their prompt is written."""
+"""Maximum tokens of replies: half of the replies are short, and end before the prompt is saved."""
 
 
 @dataclass
-class Left:
-    """Tokens of a prompt, of its reply, and of both that the next turn reuses."""
+class TokenCounts:
+    """The tokens of a prompt, of its reply, and those of both that the next turn reuses."""
 
     n_prompt: int
     n_reply: int
@@ -38,7 +38,7 @@ class Left:
 
     @property
     def lost(self) -> int:
-        """Lost tokens of both. The last token was sampled, and not computed."""
+        """Lost tokens of prompt and reply. The reply's last token was sampled, but not computed."""
         return self.n_prompt + self.n_reply - 1 - self.n_reused
 
 
@@ -58,20 +58,22 @@ class Client:
             self.reply = server.chat(self._messages, self._session, streams, max_tokens=n_reply)
         except Exception:
             if not ended.is_set():
-                raise  # else the server was killed
+                raise  # otherwise the server was killed
         ended.set()
 
-    def left(self, server: ServerProcess) -> Left:
+    def next_turn(self, server: ServerProcess) -> TokenCounts:
         assert self.reply is not None
-        said: Message = {"role": "assistant", "content": self.reply.text}
-        messages = [*self._messages, said, {"role": "user", "content": "Go on."}]
+        assistant: Message = {"role": "assistant", "content": self.reply.text}
+        messages = [*self._messages, assistant, {"role": "user", "content": "Go on."}]
         again = server.chat(messages, self._session, max_tokens=1)
         counts = self.reply.prompt_tokens, self.reply.completion_tokens
-        return Left(*counts, int(again.kvpersist["reused"]))
+        return TokenCounts(*counts, int(again.kvpersist["reused"]))
 
 
-def killed(server: ServerProcess, n_kills: int, n_clients: int, n_chars: int) -> Iterator[Left]:
-    """Kill a server `n_kills` times, each time after the first end of a reply; yield the rest."""
+def kill_repeatedly(
+    server: ServerProcess, n_kills: int, n_clients: int, n_chars: int
+) -> Iterator[TokenCounts]:
+    """Kill a server `n_kills` times, each time after one reply has ended; yield the counts."""
     rng = random.Random(n_clients)
     for kill in range(n_kills):
         clients = [Client(n_clients * kill + n, n_chars, rng) for n in range(n_clients)]
@@ -81,10 +83,10 @@ def killed(server: ServerProcess, n_kills: int, n_clients: int, n_chars: int) ->
             assert ended.wait(60)
             time.sleep(rng.uniform(0, LONGEST_S))
             server.kill9()
-        for one in asked:
-            one.result()
+        for future in asked:
+            future.result()
         server.start()
-        yield from (client.left(server) for client in clients if client.reply is not None)
+        yield from (client.next_turn(server) for client in clients if client.reply is not None)
 
 
 @pytest.mark.timeout(3600)
@@ -92,15 +94,15 @@ def killed(server: ServerProcess, n_kills: int, n_clients: int, n_chars: int) ->
     ("n_kills", "n_clients", "n_chars"),
     [(2, 2, 1500), *(pytest.param(200, n, 3000, marks=pytest.mark.slow) for n in (1, 4))],
 )
-def test_what_the_client_has_read_outlives_a_kill(
+def test_reply_received_by_a_client_survives_a_kill(
     tmp_path: Path, n_kills: int, n_clients: int, n_chars: int
 ) -> None:
-    # It computes quickly, and its blocks are large.
+    # This model computes quickly and has large blocks.
     model = make_tiny_model(tmp_path / "model", n_layers=4, n_heads=8, n_kv_heads=8)
     plugin = ("--plugin", "kvpersist", "--kvpersist-dir", str(tmp_path / "store"))
     with ServerProcess(model, *plugin, log_path=tmp_path / "server.log") as server:
-        left = list(killed(server, n_kills, n_clients, n_chars))
-    print(f"lost after {n_kills} kills: {sorted(one.lost for one in left)}")
-    assert len(left) >= n_kills
-    assert max(one.lost_of_prompt for one in left) <= BLOCK_TOKENS, left
-    assert max(one.lost for one in left) < 2 * BLOCK_TOKENS, left
+        counts = list(kill_repeatedly(server, n_kills, n_clients, n_chars))
+    print(f"lost after {n_kills} kills: {sorted(count.lost for count in counts)}")
+    assert len(counts) >= n_kills
+    assert max(count.lost_of_prompt for count in counts) <= BLOCK_TOKENS, counts
+    assert max(count.lost for count in counts) < 2 * BLOCK_TOKENS, counts

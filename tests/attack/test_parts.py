@@ -1,4 +1,4 @@
-"""Checkpoints whose files or rows change, or that others remove, are right or missing."""
+"""If files or index rows change or disappear, checkpoints are correct or missing."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from .turns import (
     SESSIONS,
     chain_of,
     check_arrays,
-    expected_parts,
+    expected_checkpoint_arrays,
+    expected_checkpoints,
     keep_turn,
-    plain_part,
     session_ids,
 )
 
@@ -33,7 +33,7 @@ LENGTHS = {"anna": 130, "ben": 64, "carl": 33}
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store that was left by kill -9; the index has a part of it only in its log."""
+    """A store left by kill -9; a part of its index is only in the write-ahead log."""
     work, folder = (tmp_path_factory.mktemp(name) for name in ("work", "prepared"))
     store = BlockStore(work, LIMITS)
     for name, n_tokens in LENGTHS.items():
@@ -46,47 +46,47 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def load_parts(store: BlockStore, name: str, n_tokens: int) -> int:
-    """Load all checkpoints of a session; return how many exist. All of them must be right."""
+def load_checkpoints(store: BlockStore, name: str, n_tokens: int) -> int:
+    """Load and check all checkpoints of a session; return how many exist."""
     keys = [node.key for node in chain_of(session_ids(name, n_tokens))]
     n_loaded = 0
-    for parts in store.checkpoints(keys).values():
-        for part in parts:
-            loaded = store.reader.load(part, ROOT)
+    for checkpoints in store.checkpoints(keys).values():
+        for checkpoint in checkpoints:
+            loaded = store.reader.load(checkpoint, ROOT)
             if loaded is not None:
-                check_arrays(loaded.arrays, plain_part(part))
+                check_arrays(loaded.arrays, expected_checkpoint_arrays(checkpoint))
                 n_loaded += 1
     return n_loaded
 
 
 def attack(prepared: Path, folder: Path, change: Change, seed: int) -> None:
-    """Change a copy of the store; use it; heal it by another turn, and use it again."""
+    """Change a copy of the store, use it, store another turn, and use it again."""
     rng = random.Random(seed)
     shutil.copytree(prepared, folder)
     if rng.random() < 0.2:
         # The index is rebuilt from the files.
         for path in folder.glob("index.sqlite*"):
             path.unlink()
-    what = f"seed {seed}: {change(folder, rng)}"
+    label = f"seed {seed}: {change(folder, rng)}"
     try:
         for _ in range(2):
             store = BlockStore(folder, LIMITS)
             try:
                 for name, n_tokens in LENGTHS.items():
-                    load_parts(store, name, n_tokens)
+                    load_checkpoints(store, name, n_tokens)
                 for name, n_tokens in LENGTHS.items():
                     keep_turn(store, name, n_tokens, n_tokens)
                 store.drain()
                 store.pool.clear()
-                n_loaded = sum(load_parts(store, *session) for session in LENGTHS.items())
+                n_loaded = sum(load_checkpoints(store, *session) for session in LENGTHS.items())
             finally:
                 store.close()
-        # A window for all, and a state for each. But a row that claims more than the budget has
-        # others evicted, until it is evicted itself.
-        if n_loaded < len(LENGTHS) * 2 and "n_bytes = 1 << 40" not in what:
+        # Each session has a window, which all share, and a state. But a row that claims more bytes
+        # than the budget causes evictions of other rows until this row is evicted.
+        if n_loaded < len(LENGTHS) * 2 and "n_bytes = 1 << 40" not in label:
             raise ValueError(f"{n_loaded} checkpoints can be loaded")
     except Exception as error:
-        raise AssertionError(what) from error
+        raise AssertionError(label) from error
     shutil.rmtree(folder)
 
 
@@ -100,14 +100,14 @@ def attack_often(prepared: Path, folder: Path, change: Change, n: int) -> None:
     assert not failures, f"{len(failures)} of {n}:\n" + "\n".join(failures[:20])
 
 
-def test_the_prepared_store_is_whole(prepared: Path, tmp_path: Path) -> None:
+def test_undamaged_prepared_store_has_all_checkpoints(prepared: Path, tmp_path: Path) -> None:
     shutil.copytree(prepared, tmp_path / "copy")
     store = BlockStore(tmp_path / "copy", LIMITS)
-    assert [load_parts(store, *session) for session in LENGTHS.items()] == [2, 2, 2]
+    assert [load_checkpoints(store, *session) for session in LENGTHS.items()] == [2, 2, 2]
     store.close()
 
 
-def flip_in_a_part(folder: Path, rng: random.Random) -> str:
+def flip_in_a_checkpoint(folder: Path, rng: random.Random) -> str:
     return flip_a_bit(rng.choice(files_of(folder / "checkpoints")), rng)
 
 
@@ -134,36 +134,38 @@ def change_a_row(folder: Path, rng: random.Random) -> str:
 @few_or_many(10, 200)
 @pytest.mark.parametrize(
     "change",
-    [flip_in_a_part, flip_in_the_index, flip_in_any_file, change_a_row, *TORN],
+    [flip_in_a_checkpoint, flip_in_the_index, flip_in_any_file, change_a_row, *TORN],
     ids=lambda change: change.__name__,
 )
-def test_whatever_happens_to_files(prepared: Path, tmp_path: Path, change: Change, n: int) -> None:
+def test_damaged_files_and_rows_never_give_wrong_checkpoints(
+    prepared: Path, tmp_path: Path, change: Change, n: int
+) -> None:
     attack_often(prepared, tmp_path, change, n)
 
 
-def test_a_part_that_is_gone(prepared: Path, tmp_path: Path) -> None:
+def test_missing_checkpoint_is_written_again(prepared: Path, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(prepared, folder)
     store = BlockStore(folder, LIMITS)
     store.drain()
-    part = expected_parts(chain_of(session_ids("anna", LENGTHS["anna"])))[1]
-    checkpoint_path(folder, part.key).unlink()
-    assert store.reader.load(part, ROOT) is None
-    assert load_parts(store, "anna", LENGTHS["anna"]) == 1
+    checkpoint = expected_checkpoints(chain_of(session_ids("anna", LENGTHS["anna"])))[1]
+    checkpoint_path(folder, checkpoint.key).unlink()
+    assert store.reader.load(checkpoint, ROOT) is None
+    assert load_checkpoints(store, "anna", LENGTHS["anna"]) == 1
     store.drain()
     keep_turn(store, "anna", LENGTHS["anna"], LENGTHS["anna"])
     store.drain()
     store.pool.clear()
-    assert load_parts(store, "anna", LENGTHS["anna"]) == 2
+    assert load_checkpoints(store, "anna", LENGTHS["anna"]) == 2
     store.close()
 
 
 LOG_BYTES = 512 << 10
-"""The length to which SQLite cuts a longer log of the index."""
+"""The size to which SQLite truncates the index's write-ahead log."""
 
 
-def test_two_stores_that_remove_what_the_other_loads(tmp_path: Path) -> None:
-    """Both write the same sessions, each supersedes the other's states, on a small budget."""
+def test_stores_that_share_a_folder_load_only_correct_checkpoints(tmp_path: Path) -> None:
+    """Both write the same sessions and remove each other's states, within a small budget."""
     limits = StoreLimits(max_ram_bytes=1 << 18, max_disk_bytes=420 << 10)
     stores = [BlockStore(tmp_path / "store", limits) for _ in range(2)]
     counts = {"loaded": 0, "gone": 0}
@@ -183,11 +185,11 @@ def test_two_stores_that_remove_what_the_other_loads(tmp_path: Path) -> None:
             if before:
                 chain = chain_of(session_ids(name, before))
                 store.pool.clear()
-                for part in expected_parts(chain):
-                    loaded = store.reader.load(part, ROOT)
+                for checkpoint in expected_checkpoints(chain):
+                    loaded = store.reader.load(checkpoint, ROOT)
                     counts["gone" if loaded is None else "loaded"] += 1
                     if loaded is not None:
-                        check_arrays(loaded.arrays, plain_part(part))
+                        check_arrays(loaded.arrays, expected_checkpoint_arrays(checkpoint))
             lengths[name] = 33 if before > 300 else before + rng.randrange(33, 60)
             keep_turn(store, name, before, lengths[name])
             if rng.random() < 0.5:

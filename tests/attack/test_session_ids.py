@@ -1,4 +1,4 @@
-"""Session ids are anything a client sends: they name a conversation, never a file."""
+"""A session id can be any text from a client; it names a conversation, never a file."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def reply_of(answer: bytes) -> tuple[str, int, int]:
 
 
 def two_turns(server: ServerProcess, name: str, header: bytes | None) -> int:
-    """Talk twice; the second turn must find the first. Return all tokens."""
+    """Send two turns; check that the second reuses the first. Return the total tokens."""
     messages = [SYSTEM, {"role": "user", "content": f"{name}: hello?"}]
     text, _, total = reply_of(post(server, messages, header))
     messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "And?"}]
@@ -82,7 +82,9 @@ def paths_below(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-def test_any_session_id(start_server: StartServer, tiny_model: Path, tmp_path: Path) -> None:
+def test_session_ids_never_appear_in_paths(
+    start_server: StartServer, tiny_model: Path, tmp_path: Path
+) -> None:
     cwd = tmp_path / "a" / "b" / "cwd"
     cwd.mkdir(parents=True)
     server = start_server.with_plugin(tiny_model, cwd=cwd)
@@ -96,13 +98,15 @@ def test_any_session_id(start_server: StartServer, tiny_model: Path, tmp_path: P
     assert len([path for path in paths if path.startswith("sessions/")]) == len(IDS)
     for name, session in IDS.items():
         for path in paths:
-            inside = "safetensors" if name == "wildcard" else ""
-            found = [part for part in parts_of(session) if part in path.lower() and part != inside]
-            assert not found, f"{name}: {found} in {path}"
+            allowed = "safetensors" if name == "wildcard" else ""
+            leaked = [
+                part for part in parts_of(session) if part in path.lower() and part != allowed
+            ]
+            assert not leaked, f"{name}: {leaked} in {path}"
     now = {path for path in paths_below(tmp_path) if not path.startswith("store")}
     assert now - outside == set() and paths_of_etc() == etc
     assert "Traceback" not in server.log
-    # The names outlive the process, and so does the store.
+    # Session names and stored turns survive a kill.
     server.restart(kill=True)
     for name in IDS:
         again = server.chat([SYSTEM, {"role": "user", "content": f"{name}: hello?"}], max_tokens=1)
@@ -122,8 +126,10 @@ def paths_of_etc() -> set[Path]:
     return set(Path("/etc").iterdir())
 
 
-def test_ids_that_http_does_not_carry(start_server: StartServer, tiny_model: Path) -> None:
-    """A line break ends the header, NUL and 70 KB are refused or not: the server continues."""
+def test_server_survives_session_ids_that_http_cannot_carry(
+    start_server: StartServer, tiny_model: Path
+) -> None:
+    """The server may refuse NUL, line breaks and 70 KB, but must continue."""
     server = start_server.with_plugin(tiny_model)
     two_turns(server, "none", None)
     two_turns(server, "empty", b"")
@@ -146,7 +152,7 @@ def test_ids_that_http_does_not_carry(start_server: StartServer, tiny_model: Pat
         if name in ("nul", "line feed"):
             assert b" 200 " in answer[:20], name
     two_turns(server, "afterwards", b"a-plain-name")
-    server.terminate()  # it first writes what is still queued
+    server.terminate()  # the server first writes its queue
     assert all(len(path.name) < 80 for path in start_server.store.rglob("*"))
     with sqlite3.connect(start_server.store / "index.sqlite") as db:
         names = [name for (name,) in db.execute("SELECT name FROM sessions")]

@@ -1,4 +1,4 @@
-"""Two servers and four clients on one folder that is far too small for them."""
+"""Two servers and four clients share a folder whose budget is far too small."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ MIB = 1 << 20
 N_CLIENTS = 4
 N_TURNS = 4
 TOLERANCE = 0.1
-"""For log probabilities. KV of other tokens makes a difference of several.
+"""For log probabilities. KV of other tokens changes them by more than 1.
 
-Without any store, prompts that are cut into other chunks differ by up to 0.025: sums in another
-order move a few values over the edge between two quantization steps.
+Other chunks of a prompt change them by up to 0.025, even without a store: another order of
+summation moves a few values to the next quantization step.
 """
 N_HEADER_BYTES = 16 * 1024
-"""More than the header of a block file takes."""
+"""An upper bound of a block file's header."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class Setting:
 
     @property
     def file_bytes(self) -> int:
-        """A block file: keys in 8 bits, values in 4, 4-byte scales and biases of 64 each."""
-        a_head = self.head_dim * 3 // 2 + 2 * 2 * 4 * (self.head_dim // 64)
-        return 256 * self.n_layers * self.n_kv_heads * a_head + N_HEADER_BYTES
+        """A block file's size: 8-bit keys, 4-bit values, 4-byte scales and biases per 64."""
+        head_bytes = self.head_dim * 3 // 2 + 2 * 2 * 4 * (self.head_dim // 64)
+        return 256 * self.n_layers * self.n_kv_heads * head_bytes + N_HEADER_BYTES
 
 
 SMALL = Setting(n_layers=2, n_kv_heads=4, head_dim=64, budget=7 * MIB)
@@ -111,8 +111,8 @@ class Load:
         for turn in range(N_TURNS):
             if self.is_done:
                 return
-            # Every digit is a token: prompts diverge where both tokenizations have a boundary, and
-            # the cold server gets the same ids.
+            # Each digit is a token, so prompts diverge at a token boundary, and the cold server
+            # gets the same ids.
             number = "\t".join(f"{owner}{n:03}{turn}")
             text = f"{number}\t{synthetic_text(250, seed=100 * n + turn)}"
             messages.append({"role": "user", "content": text})
@@ -121,9 +121,9 @@ class Load:
             self.exchanges.append(
                 Exchange(list(messages), tokens_of(reply), reply.prompt_tokens, reply.cached_tokens)
             )
-            # Not the reply: the cold server would cut its text into other tokens.
-            said = "\t" + synthetic_text(80, seed=turn)
-            messages.append({"role": "assistant", "content": said})
+            # The reply is not sent back: the cold server would tokenize it differently.
+            assistant = "\t" + synthetic_text(80, seed=turn)
+            messages.append({"role": "assistant", "content": assistant})
 
 
 def chat(server: ServerProcess, messages: list[Message], **options: Any) -> Reply:
@@ -133,7 +133,7 @@ def chat(server: ServerProcess, messages: list[Message], **options: Any) -> Repl
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return the size of all files, whatever they are called."""
+    """Return the size of all files."""
     total = 0
     for where, _, names in os.walk(folder):
         for name in names:
@@ -145,7 +145,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def check_replies(server: ServerProcess, exchanges: list[Exchange]) -> None:
-    """Ask again without stored turns: every namespace is used once."""
+    """Compare each reply with a cold one: each request is repeated in a new namespace."""
     wrong = []
     for n, exchange in enumerate(exchanges):
         reply = chat(server, exchange.messages, headers={"X-KVPersist-Namespace": str(n)})
@@ -157,20 +157,20 @@ def check_replies(server: ServerProcess, exchanges: list[Exchange]) -> None:
 
 
 def tokens_of(reply: Reply) -> list[dict[int, float]]:
-    """Return, for each token of a reply, the most probable ones with their log probabilities."""
+    """Return the log probabilities of the most probable tokens at each position of a reply."""
     return [
         {entry["id"]: entry["logprob"] for entry in token["top_logprobs"]}
         for token in reply.raw["choices"][0]["logprobs"]["content"]
     ]
 
 
-def difference(one: list[dict[int, float]], other: list[dict[int, float]]) -> float:
-    """Return the difference of log probabilities up to where two greedy replies diverge.
+def difference(first: list[dict[int, float]], second: list[dict[int, float]]) -> float:
+    """Return the largest difference of log probabilities up to the divergence of two replies.
 
     The order of summation decides between almost equally probable tokens.
     """
     worst = 0.0
-    for here, there in zip(one, other, strict=True):
+    for here, there in zip(first, second, strict=True):
         best, best_there = max(here, key=here.__getitem__), max(there, key=there.__getitem__)
         if best not in there or best_there not in here:
             return math.inf
@@ -205,7 +205,7 @@ def attack(setting: Setting, folder: Path, n_exchanges: int, n_checked: int) -> 
         logs = [server.log for server in servers]
     peak = max(load.sizes)
     assert peak <= budget + setting.file_bytes, f"{peak / MIB:.1f} MiB of {budget / MIB:.1f}"
-    # Space was short, and the store was still of use.
+    # The budget was almost used up, and many prompts were still restored from disk.
     assert peak > 0.7 * budget
     assert sum(log.count("disk in ") for log in logs) > len(load.exchanges) // 4
     for log in logs:
@@ -233,5 +233,7 @@ def attack(setting: Setting, folder: Path, n_exchanges: int, n_checked: int) -> 
     ],
     ids=["small", "small and long", "large"],
 )
-def test_two_servers(tmp_path: Path, setting: Setting, n_exchanges: int, n_checked: int) -> None:
+def test_two_servers_on_a_small_folder_keep_its_budget_and_reply_correctly(
+    tmp_path: Path, setting: Setting, n_exchanges: int, n_checked: int
+) -> None:
     attack(setting, tmp_path, n_exchanges, n_checked)

@@ -3,8 +3,8 @@
 python -m tests.attack.tool_turns STORE LOG
 
 It continues at the log's end. The log gets a line of JSON for each turn: the tokens reused, all
-tokens, and the reply. A turn takes as long as it counts, and begins when the writer has written the
-earlier ones, so a busy machine does not add to the cost of a kill.
+tokens, and the reply. Each turn takes its nominal time, and begins after the writer has written the
+earlier turns, so a busy machine does not increase the loss of a kill.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TURN_S = (N_TOOL + N_REPLY) / TOKENS_PER_S
 
 
 def model(folder: Path, max_loss_s: float = MAX_LOSS_S) -> StoredModel:
-    """Return a tiny model that counts as computing `TOKENS_PER_S`."""
+    """Return a tiny model whose recorded speed is `TOKENS_PER_S`."""
     made = build("qwen3_next")
     end_on_grid(made)
     limits = StoreLimits(1 << 30, 1 << 30, max_loss_s=max_loss_s)
@@ -49,10 +49,10 @@ def lines(log: Path) -> list[dict[str, Any]]:
 
 
 def turn(stored: StoredModel, before: list[dict[str, Any]]) -> dict[str, Any]:
-    """Have the next turn."""
+    """Run the next turn."""
     history: list[int] = []
-    for number, one in enumerate(before):
-        history += [*random_ids(100 + number, N_TOOL), *one["reply"]]
+    for number, earlier in enumerate(before):
+        history += [*random_ids(100 + number, N_TOOL), *earlier["reply"]]
     n_known = len(SYSTEM) + len(history)
     prompt = [SYSTEM, [*history, *random_ids(100 + len(before), N_TOOL)]]
     reply = stored.answer(prompt, N_REPLY)

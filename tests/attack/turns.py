@@ -1,7 +1,7 @@
-"""Turns whose bytes follow from their ids, for a store without a model.
+"""Turns whose arrays are derived from their ids, for a store without a model.
 
-Run as a program it writes turns into a store until it is killed, and logs what is committed:
-python -m tests.attack.turns STORE LOG SEED N_TURNS [KEY]. A key, in hexadecimal, encrypts it.
+As a program, this module writes turns to a store until it is killed, and logs committed turns:
+python -m tests.attack.turns STORE LOG SEED N_TURNS [KEY]. KEY (hexadecimal) encrypts the store.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _N_SHARED = 2 * BLOCK_TOKENS  # whole blocks that all sessions begin with
 
 
 def session_ids(session: str, n_tokens: int) -> list[int]:
-    """Return the first tokens of a session: the same every time."""
+    """Return the first tokens of a session: the same at every call."""
     shared = list(range(1, _N_SHARED + 1))
     rng = random.Random(session)
     return (shared + [rng.randrange(1000) for _ in range(n_tokens)])[:n_tokens]
@@ -49,7 +49,7 @@ def chain_of(ids: Sequence[int]) -> list[Block]:
     return nodes
 
 
-def plain_arrays(node: Block) -> dict[str, np.ndarray[Any, Any]]:
+def expected_block_arrays(node: Block) -> dict[str, np.ndarray[Any, Any]]:
     """Return the arrays that a block must have."""
     rng = np.random.default_rng(int.from_bytes(node.key, "little"))
     shape = (2, 1, node.n_tokens)
@@ -67,25 +67,29 @@ def window(node: Block) -> Checkpoint:
     return Checkpoint.at(node.key, "window-32", BLOCK_TOKENS)
 
 
-def plain_part(part: Checkpoint) -> dict[str, np.ndarray[Any, Any]]:
+def expected_checkpoint_arrays(checkpoint: Checkpoint) -> dict[str, np.ndarray[Any, Any]]:
     """Return the arrays that a checkpoint must have."""
-    rng = np.random.default_rng(int.from_bytes(part.key, "little"))
+    rng = np.random.default_rng(int.from_bytes(checkpoint.key, "little"))
     return {
         "0.conv": rng.standard_normal((2, 1, 3, 8), np.float32),
         "0.ssm": rng.standard_normal((2, 1, 4, 64), np.float32),
     }
 
 
-def arrays_of(what: Record) -> dict[str, mx.array]:
-    plain = plain_part(what) if isinstance(what, Checkpoint) else plain_arrays(what)
+def arrays_of(record: Record) -> dict[str, mx.array]:
+    plain = (
+        expected_checkpoint_arrays(record)
+        if isinstance(record, Checkpoint)
+        else expected_block_arrays(record)
+    )
     arrays = {name: mx.array(array) for name, array in plain.items()}
     mx.eval(arrays)
     return arrays
 
 
 def keep_turn(store: BlockStore, session: str, n_before: int, n_tokens: int) -> None:
-    """Give the store a turn that makes a session `n_tokens` long, as a conversation does. It leaves
-    a state at its end, which replaces the earlier state, and the shared beginning has a window.
+    """Commit a turn that makes a session `n_tokens` long. It has a state at its end, which replaces
+    the earlier state, and the shared beginning has a window.
     """
     chain = chain_of(session_ids(session, n_tokens))
     old_tail = chain_of(session_ids(session, n_before))[-1:]
@@ -98,15 +102,19 @@ def keep_turn(store: BlockStore, session: str, n_before: int, n_tokens: int) -> 
     new = [(node, arrays_of(node)) for node in chain if node.key not in store]
     leaf = Leaf(session, chain[-1].key, n_tokens, tuple(replaced))
     replies = {chain[-1].key: chain[-1].packed_ids}
-    parts = expected_parts(chain)
+    checkpoints = expected_checkpoints(chain)
     superseded = tuple(state(tail) for tail in old_tail)
     known = store.checkpoints([node.key for node in chain])
-    new_checkpoints = [(p, arrays_of(p)) for p in parts if p not in known.get(p.block, ())]
-    turn = Commit(ROOT, tuple(chain), leaf, replies, parts, superseded)
+    new_checkpoints = [
+        (checkpoint, arrays_of(checkpoint))
+        for checkpoint in checkpoints
+        if checkpoint not in known.get(checkpoint.block, ())
+    ]
+    turn = Commit(ROOT, tuple(chain), leaf, replies, checkpoints, superseded)
     store.commit(turn, [*new, *new_checkpoints])
 
 
-def expected_parts(chain: Sequence[Block]) -> tuple[Checkpoint, ...]:
+def expected_checkpoints(chain: Sequence[Block]) -> tuple[Checkpoint, ...]:
     """Return the checkpoints that a session of these blocks has."""
     return window(chain[0]), state(chain[-1])
 
@@ -121,13 +129,13 @@ def check_committed(
     limits: StoreLimits = LIMITS,
     encryption: Encryption = PLAIN,
 ) -> None:
-    """Open a store after a kill; check that it has every committed turn whole and nothing else."""
+    """Open a store after a kill; check that it has all committed turns and nothing else."""
     store = BlockStore(folder, limits, encryption=encryption)
     store.drain()
     sessions = {session.name or "": session for session in store.index.sessions()}
     assert len(sessions) == len(store.index.sessions()), "a session exists twice"
     reachable: set[bytes] = set()
-    parts: set[Checkpoint] = set()
+    checkpoints: set[Checkpoint] = set()
     for name, n_tokens in committed.items():
         assert name in sessions, f"the session {name} is lost"
         assert sessions[name].n_tokens >= n_tokens, f"the last turn of {name} is lost"
@@ -139,17 +147,19 @@ def check_committed(
         for node in expected:
             _check_block(folder, node, encryption)
             reachable.add(node.key)
-        parts.update(expected_parts(expected))
-        found = store.checkpoints([node.key for node in expected])
-        assert {part for some in found.values() for part in some} <= parts
+        checkpoints.update(expected_checkpoints(expected))
+        stored = store.checkpoints([node.key for node in expected])
+        assert {checkpoint for group in stored.values() for checkpoint in group} <= checkpoints
     assert store.index.keys() == reachable
-    assert store.index.keys("checkpoints") == {part.key for part in parts}
-    for part in parts:
-        check_part(folder, part, encryption)
+    assert store.index.keys("checkpoints") == {checkpoint.key for checkpoint in checkpoints}
+    for checkpoint in checkpoints:
+        check_checkpoint(folder, checkpoint, encryption)
     files = {path.name for path in (folder / "blocks").rglob("*") if path.is_file()}
     assert files == {f"{encryption.file_name(key)}.safetensors" for key in reachable}
     files = {path.name for path in (folder / "checkpoints").rglob("*") if path.is_file()}
-    assert files == {f"{encryption.file_name(part.key)}.safetensors" for part in parts}
+    assert files == {
+        f"{encryption.file_name(checkpoint.key)}.safetensors" for checkpoint in checkpoints
+    }
     ids_of_sessions = {f"{session.id}.json" for session in sessions.values()}
     assert {path.name for path in (folder / "sessions").glob("*")} == ids_of_sessions
     assert store.blocks_quarantined == 0
@@ -158,16 +168,16 @@ def check_committed(
 
 def _check_block(folder: Path, node: Block, encryption: Encryption) -> None:
     files = OwnFiles(folder, encryption)
-    found, root, arrays = read_file(files.path_of(node.key, node.folder), files)
-    assert (found, root) == (node, ROOT)
-    check_arrays(arrays, plain_arrays(node))
+    stored, root, arrays = read_file(files.path_of(node.key, node.folder), files)
+    assert (stored, root) == (node, ROOT)
+    check_arrays(arrays, expected_block_arrays(node))
 
 
-def check_part(folder: Path, part: Checkpoint, encryption: Encryption = PLAIN) -> None:
+def check_checkpoint(folder: Path, checkpoint: Checkpoint, encryption: Encryption = PLAIN) -> None:
     files = OwnFiles(folder, encryption)
-    found, root, arrays = read_file(files.path_of(part.key, part.folder), files)
-    assert (found, root) == (part, ROOT)
-    check_arrays(arrays, plain_part(part))
+    stored, root, arrays = read_file(files.path_of(checkpoint.key, checkpoint.folder), files)
+    assert (stored, root) == (checkpoint, ROOT)
+    check_arrays(arrays, expected_checkpoint_arrays(checkpoint))
 
 
 def check_arrays(arrays: Mapping[str, mx.array], expected: dict[str, np.ndarray[Any, Any]]) -> None:
@@ -177,7 +187,7 @@ def check_arrays(arrays: Mapping[str, mx.array], expected: dict[str, np.ndarray[
 
 
 def write_turns(folder: Path, log: int, seed: int, n_turns: int, encryption: Encryption) -> None:
-    """Write turns of all sessions, up to three at a time, and log each that is committed."""
+    """Write turns of all sessions, up to three at a time, and log each committed turn."""
     rng = random.Random(seed)
     store = BlockStore(folder, LIMITS, encryption=encryption)
     os.write(log, b"open 0\n")
