@@ -1,4 +1,4 @@
-"""Command-line clients that reach this machine only."""
+"""Run command-line clients that can reach only this machine."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 NOWHERE = "http://127.0.0.1:9"
-"""A proxy that does not answer, for every address but this machine's."""
+"""A proxy that does not answer. Clients use it for every address except this machine's."""
 
 
 def run_alone(home: Path, folder: Path, command: Sequence[str | Path], **variables: str) -> str:
-    """Run a command in a folder, with a home folder and no other variables; return its output.
+    """Run a command in `folder`; return its output.
 
-    `variables` are set in its environment.
+    The environment has only PATH, HOME, the proxies and `variables`.
     """
     env = {
         "PATH": os.environ["PATH"],

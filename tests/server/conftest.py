@@ -1,4 +1,4 @@
-"""A server for the tests of several APIs; the tests write its replies."""
+"""A server for the tests of several APIs; each test determines its replies."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from mlx_lm.utils import load
 
 
 def make_adapter(folder: Path, model_path: Path) -> Path:
-    """Write an adapter whose weights are all but small; return its folder."""
+    """Write an adapter with large weights; return its folder."""
     folder.mkdir(exist_ok=True)
     parameters = {"rank": 4, "scale": 10.0, "dropout": 0.0}
     config = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": parameters}

@@ -1,4 +1,4 @@
-"""Hooks of schemathesis for the server under test: requests stay small, and agents exist."""
+"""Hooks of schemathesis that keep requests small and create the agent that requests name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KNOWN = "one"
 
 @schemathesis.hook
 def before_call(context: Any, case: Any, kwargs: Any) -> None:
-    """Change values so that right requests stay right, and wrong requests stay wrong."""
+    """Shorten values; valid requests stay valid, and invalid requests stay invalid."""
     body = case.body
     if isinstance(body, dict):
         most = body.get("max_tokens")
@@ -37,5 +37,5 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
         create = Request(os.environ["AGENTS_URL"], f'{{"id": "{KNOWN}"}}'.encode(), method="POST")
         try:
             urlopen(create).close()
-        except OSError:  # it exists
+        except OSError:  # the agent exists
             pass

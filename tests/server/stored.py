@@ -25,12 +25,12 @@ def n_tokens(store: Path, session: str) -> int:
 
 
 def wait_for_commit(store: Path, session: str, tokens: int) -> None:
-    """Return when a session's last turn is committed: it then has `tokens` in all."""
+    """Wait until a session's last turn is committed: the session then has `tokens` tokens."""
     wait_until(lambda: n_tokens(store, session) == tokens, f"{tokens} tokens of {session!r}")
 
 
 def wait_for_writer(server: ServerProcess) -> None:
-    """Return when the server's writer has nothing more to do."""
+    """Wait until the server's writer is idle."""
 
     def is_idle() -> bool:
         stats = json.loads(server.request("GET", "/v1/kvpersist/stats")[2])
@@ -40,7 +40,7 @@ def wait_for_writer(server: ServerProcess) -> None:
 
 
 def wait_for_reply(server: ServerProcess) -> None:
-    """Return when the last reply is on disk.
+    """Wait until the last reply is on disk.
 
     The reply is remembered right after its turn, before the next request is looked up.
     """
@@ -57,6 +57,6 @@ def block_files(store: Path) -> dict[str, str]:
 
 
 def n_computed(server: ServerProcess, start: int = 0) -> int:
-    """Return how many prompts were computed, by the log from this character on."""
+    """Return how many prompts were computed, by the log from character `start` on."""
     progress = re.findall(r"Prompt processing progress: (\d+)/(\d+)", server.log[start:])
     return sum(done == total for done, total in progress)

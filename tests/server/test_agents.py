@@ -1,4 +1,4 @@
-"""Agents on a real server: warm before the first question, apart from each other."""
+"""Agents on a real server: prefilled before the first question, separate from each other."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def call(
     return status, json.loads(answer) if answer else None
 
 
-def test_an_agent_is_warm_before_its_first_question(
+def test_agents_first_question_reuses_its_system_prompt(
     server: ServerProcess, started: StartServer
 ) -> None:
     status, headers, answer = server.request(
@@ -51,7 +51,7 @@ def test_an_agent_is_warm_before_its_first_question(
     status, reply = call(server, "POST", "/smith/generate", {"messages": [ASK], "max_tokens": 5})
     usage = reply["usage"]
     assert status == 200 and reply["object"] == "chat.completion"
-    # All of the beginning except the template's words after it.
+    # All of the system prompt except the template's text after it.
     assert usage["prompt_tokens_details"]["cached_tokens"] > n_system - 12 > 256
     plain = server.chat([{"role": "system", "content": SYSTEM}, ASK], max_tokens=5)
     message = reply["choices"][0]["message"]
@@ -67,7 +67,7 @@ def test_an_agent_is_warm_before_its_first_question(
     assert again == 409 and "delete it first" in refused["error"]["message"]
 
 
-def test_a_stream_through_the_sdk(server: ServerProcess) -> None:
+def test_openai_sdk_streams_an_agents_reply(server: ServerProcess) -> None:
     """`generate` is a chat completion: a client needs only another path."""
     assert call(server, "POST", "", {"id": "streams", "system": "Be brief."})[0] == 201
     url = f"http://127.0.0.1:{server.port}/v1"
@@ -84,7 +84,7 @@ def test_a_stream_through_the_sdk(server: ServerProcess) -> None:
     assert requests[0]["session"] == "agent:streams"
 
 
-def test_a_field_of_null_leaves_the_beginning_as_it_is(server: ServerProcess) -> None:
+def test_null_fields_do_not_change_an_agents_prompt(server: ServerProcess) -> None:
     """SDKs send null for a field that is not set."""
     tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
     made = {"id": "nulls", "system": "Be brief.", "tools": [tool]}
@@ -97,8 +97,8 @@ def test_a_field_of_null_leaves_the_beginning_as_it_is(server: ServerProcess) ->
     assert counts[0] == counts[1]
 
 
-def test_agents_share_a_beginning_and_part(server: ServerProcess) -> None:
-    """Eviction from RAM keeps blocks that another agent continues; so does deletion from disk."""
+def test_evicting_or_deleting_an_agent_keeps_blocks_of_other_agents(server: ServerProcess) -> None:
+    """Eviction from RAM and deletion from disk keep the blocks of the common system prompt."""
     shared = synthetic_text(1800, seed=72)
     for name in ("one", "two"):
         status, made = call(server, "POST", "", {"id": name, "system": shared})
@@ -131,7 +131,9 @@ def test_agents_share_a_beginning_and_part(server: ServerProcess) -> None:
     assert made["prefilled"]["reused"] == 0  # neither in RAM nor on disk
 
 
-def test_pins(server: ServerProcess, started: StartServer) -> None:
+def test_only_agents_with_stored_tokens_can_be_pinned(
+    server: ServerProcess, started: StartServer
+) -> None:
     assert call(server, "POST", "", {"id": "empty"})[1]["prefilled"] is None
     status, refused = call(server, "POST", "/empty/pin")
     assert status == 409 and "nothing of the agent" in refused["error"]["message"]
@@ -149,20 +151,20 @@ def test_pins(server: ServerProcess, started: StartServer) -> None:
     assert call(server, "GET", "/empty")[1]["pinned"]
 
 
-def test_pages(server: ServerProcess) -> None:
+def test_agents_are_listed_in_pages_by_namespace(server: ServerProcess) -> None:
     own = {"X-KVPersist-Namespace": "pages"}
     names = [f"a{i}" for i in range(5)]
     for name in names:
         assert call(server, "POST", "", {"id": name}, own)[0] == 201
-    found, path = [], "?limit=2"
+    listed, path = [], "?limit=2"
     while True:
         status, page = call(server, "GET", path, headers=own)
         assert status == 200
-        found += [agent["id"] for agent in page["data"]]
+        listed += [agent["id"] for agent in page["data"]]
         if not page["has_more"]:
             break
-        path = f"?limit=2&after={found[-1]}"
-    assert found == names
+        path = f"?limit=2&after={listed[-1]}"
+    assert listed == names
     assert call(server, "GET", "?after=nobody", headers=own)[0] == 404
     for limit in ("0", "101", "x", "%C2%B2", "", "0000000019", "000000001" + "9" * 5000):
         status, refused = call(server, "GET", f"?limit={limit}", headers=own)
@@ -172,8 +174,8 @@ def test_pages(server: ServerProcess) -> None:
     assert call(server, "GET", "/a0")[0] == 404
 
 
-def test_who_may_do_what(server: ServerProcess) -> None:
-    """Clients may use agents; changes that others notice need the operator or one's namespace."""
+def test_remote_clients_may_change_only_agents_of_their_namespace(server: ServerProcess) -> None:
+    """Every client may create and use agents; evicting, deleting and listing are restricted."""
     forwarded = {"X-Forwarded-For": "192.0.2.1"}
     own = {**forwarded, "X-KVPersist-Namespace": "mine"}
     assert call(server, "POST", "", {"id": "far"}, forwarded)[0] == 201
@@ -184,13 +186,13 @@ def test_who_may_do_what(server: ServerProcess) -> None:
         assert call(server, method, path, headers=forwarded)[0] == 403
     assert call(server, "DELETE", "/far", headers=forwarded)[0] == 403
     assert call(server, "POST", "", {"id": "near"}, own)[0] == 201
-    assert [one["id"] for one in call(server, "GET", "", headers=own)[1]["data"]] == ["near"]
+    assert [agent["id"] for agent in call(server, "GET", "", headers=own)[1]["data"]] == ["near"]
     assert call(server, "POST", "/near/evict", headers=own)[0] == 200
-    assert call(server, "POST", "/near/pin", headers=own)[0] == 403  # the disk is everybody's
+    assert call(server, "POST", "/near/pin", headers=own)[0] == 403  # all namespaces share the disk
     assert call(server, "DELETE", "/near", headers=own)[0] == 204
 
 
-def test_no_page_of_another_site_changes_an_agent(server: ServerProcess) -> None:
+def test_pages_of_other_sites_cannot_change_agents(server: ServerProcess) -> None:
     assert call(server, "POST", "", {"id": "pages"})[0] == 201
     foreign = {"Origin": "http://127.0.0.1:1", "X-KVPersist-Namespace": "mine"}
     own = {"Origin": f"http://127.0.0.1:{server.port}", "Sec-Fetch-Site": "same-origin"}
@@ -203,22 +205,22 @@ def test_no_page_of_another_site_changes_an_agent(server: ServerProcess) -> None
     assert call(server, "DELETE", "/pages", headers=own)[0] == 204
 
 
-def test_the_records_of_an_agent_go_with_it(server: ServerProcess) -> None:
-    """Other records stay: a client that asks why a request was slow finds its record."""
+def test_deleting_an_agent_deletes_its_request_records(server: ServerProcess) -> None:
+    """Records of other requests stay, so that clients can ask why a request was slow."""
 
-    def named() -> list[str | None]:
+    def sessions() -> list[str | None]:
         records = json.loads(server.request("GET", "/v1/kvpersist/requests")[2])
         return [record["session"] for record in records]
 
     server.chat([ASK], "beside it", max_tokens=1)
     call(server, "POST", "", {"id": "gone", "system": SYSTEM})
-    assert {"agent:gone", "beside it"} <= set(named())
+    assert {"agent:gone", "beside it"} <= set(sessions())
     assert call(server, "DELETE", "/gone")[0] == 204
-    assert "agent:gone" not in named() and "beside it" in named()
+    assert "agent:gone" not in sessions() and "beside it" in sessions()
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "status", "said"),
+    ("path", "body", "status", "message"),
     [
         ("", {"id": "a/b"}, 400, 'id is "a/b", expected 1 to 64 letters'),
         ("", {"system": 5}, 400, "system is 5, expected text"),
@@ -234,19 +236,19 @@ def test_the_records_of_an_agent_go_with_it(server: ServerProcess) -> None:
         ("/wrong/nothing", {}, 404, None),
     ],
 )
-def test_what_is_refused(
-    server: ServerProcess, path: str, body: Any, status: int, said: str | None
+def test_invalid_agent_requests_get_a_specific_error(
+    server: ServerProcess, path: str, body: Any, status: int, message: str | None
 ) -> None:
     call(server, "POST", "", {"id": "wrong"})
-    found, _, answer = server.request("POST", f"/v1/agents{path}", body)
-    assert found == status
-    if said is not None:
+    actual, _, answer = server.request("POST", f"/v1/agents{path}", body)
+    assert actual == status
+    if message is not None:
         error = json.loads(answer)["error"]
-        assert said in error["message"] and error["type"] == "invalid_request_error"
+        assert message in error["message"] and error["type"] == "invalid_request_error"
     assert call(server, "GET", "/lost")[0] == 404  # failed agents were not created
 
 
-def test_wrong_methods_and_bodies(server: ServerProcess) -> None:
+def test_wrong_methods_and_bodies_are_refused(server: ServerProcess) -> None:
     status, headers, answer = server.request("PATCH", "/v1/agents/x", {})
     assert (status, headers["allow"]) == (405, "GET, DELETE") and b"PATCH" in answer
     status, headers, answer = server.request("PUT", "/v1/agents")
@@ -255,14 +257,14 @@ def test_wrong_methods_and_bodies(server: ServerProcess) -> None:
     assert call(server, "POST", "", [1])[0] == 400
 
 
-def test_the_document_is_the_one_in_docs(server: ServerProcess) -> None:
+def test_served_openapi_document_is_the_one_in_docs(server: ServerProcess) -> None:
     status, headers, answer = server.request("GET", "/v1/kvpersist/openapi.json")
     assert (status, headers["content-type"]) == (200, "application/json")
     assert answer == (REPOSITORY / "docs" / "openapi.json").read_bytes()
 
 
-def test_an_agent_that_generates_stays(server: ServerProcess) -> None:
-    """Its session would come back with the reply."""
+def test_agent_cannot_be_deleted_while_it_generates(server: ServerProcess) -> None:
+    """Otherwise the end of the reply would save the session again."""
     assert call(server, "POST", "", {"id": "busy"})[0] == 201
     events = server.events(
         "/v1/agents/busy/generate",
@@ -275,8 +277,8 @@ def test_an_agent_that_generates_stays(server: ServerProcess) -> None:
     wait_until(lambda: call(server, "DELETE", "/busy")[0] == 204, "an agent that can be deleted")
 
 
-def test_the_example_reuses_what_it_expects(server: ServerProcess) -> None:
-    """The docs show its output: the same lines with other numbers."""
+def test_agents_example_reuses_the_expected_tokens(server: ServerProcess) -> None:
+    """The docs show this example's output with other numbers."""
     command = [sys.executable, str(REPOSITORY / "examples" / "agents.py"), "--tokens", "12"]
     url = f"http://127.0.0.1:{server.port}"
     done = subprocess.run(
@@ -286,7 +288,7 @@ def test_the_example_reuses_what_it_expects(server: ServerProcess) -> None:
     assert len(rows) == 12, done.stdout
     assert rows[0][3:] == ("0", "0")
     for phase, name, prompt, expected, reused in rows[1:]:
-        share = 0.95 if phase != "state" else 0.9  # the template's words after the system prompt
+        share = 0.95 if phase != "state" else 0.9  # the template adds text after the system prompt
         least = share * int(expected)
         if phase == "state":  # ends inside a block of 256 that another agent has stored
             least = min(least, int(expected) // 256 * 256)

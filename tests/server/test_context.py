@@ -1,4 +1,4 @@
-"""A prompt that is longer than the model's context: clients get the error that they act upon."""
+"""A prompt that is longer than the model's context: clients get an error that they recognize."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def openai(scripted_server: ScriptedServer) -> OpenAI:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_messages(scripted_server: ScriptedServer, stream: bool) -> None:
+def test_too_long_message_request_reports_its_token_count(
+    scripted_server: ScriptedServer, stream: bool
+) -> None:
     client = Anthropic(base_url=scripted_server.url, api_key="none", max_retries=0)
     counted = client.messages.count_tokens(model="claude-x", messages=ASKED).input_tokens
     assert counted > MAX_CONTEXT
@@ -39,12 +41,14 @@ def test_messages(scripted_server: ScriptedServer, stream: bool) -> None:
         )
     body: Any = refused.value.body
     assert body["type"] == "error" and body["error"]["type"] == "invalid_request_error"
-    found = TOO_LONG.fullmatch(body["error"]["message"])
-    assert found and int(found[1]) == counted
+    match = TOO_LONG.fullmatch(body["error"]["message"])
+    assert match and int(match[1]) == counted
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_chat_completions(openai: OpenAI, stream: bool) -> None:
+def test_too_long_completion_requests_get_context_length_exceeded(
+    openai: OpenAI, stream: bool
+) -> None:
     for create in (
         lambda: openai.chat.completions.create(
             model="default_model", messages=ASKED, stream=stream
@@ -58,7 +62,7 @@ def test_chat_completions(openai: OpenAI, stream: bool) -> None:
         assert TOO_LONG.search(refused.value.message)
 
 
-def test_responses(openai: OpenAI) -> None:
+def test_too_long_responses_request_gets_context_length_exceeded(openai: OpenAI) -> None:
     with pytest.raises(OpenAIRefused) as refused:
         openai.responses.create(model="default_model", input=LONG)
     assert refused.value.code == "context_length_exceeded"
@@ -69,19 +73,19 @@ def test_responses(openai: OpenAI) -> None:
     assert error.to_dict()["code"] == "context_length_exceeded"
 
 
-def test_an_agent(scripted_server: ScriptedServer) -> None:
+def test_agent_with_a_too_long_system_prompt_is_refused(scripted_server: ScriptedServer) -> None:
     body = {"id": "long", "system": LONG}
     status, _, answer = scripted_server.process.request("POST", "/v1/agents", body)
     assert (status, json.loads(answer)["error"]["code"]) == (400, "context_length_exceeded")
 
 
-def test_what_fits_is_served_whatever_its_limit(scripted_server: ScriptedServer) -> None:
-    """max_tokens beyond the context is left as stock has it: clients send 128,000."""
+def test_short_prompt_is_served_with_any_max_tokens(scripted_server: ScriptedServer) -> None:
+    """As in stock, max_tokens may exceed the context: clients send 128,000."""
     scripted_server.say("Here.")
     reply = scripted_server.process.chat([{"role": "user", "content": "Where?"}], max_tokens=10**6)
     assert reply.text == "Here."
 
 
-def test_the_list_of_models_tells_the_length(scripted_server: ScriptedServer) -> None:
+def test_model_list_shows_the_context_length(scripted_server: ScriptedServer) -> None:
     listed = json.loads(scripted_server.process.request("GET", "/v1/models")[2])["data"]
-    assert [one["max_model_len"] for one in listed if "max_model_len" in one] == [MAX_CONTEXT]
+    assert [model["max_model_len"] for model in listed if "max_model_len" in model] == [MAX_CONTEXT]

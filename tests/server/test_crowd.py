@@ -1,4 +1,4 @@
-"""Many clients at once, some of which leave: each reply is what it would be alone."""
+"""Many clients at once, some of which disconnect: each reply is as for a single client."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ CROWDS = [
         for family in ("gemma3_text", "mamba2", "falcon_h1")
     ),
 ]
-"""The model, how often each client asks, and the number of clients. One model for each class of
-caches: all tokens, windows, states, and two kinds in one layer."""
+"""The model, requests for each client, and the number of clients. The models have caches of all
+tokens, windows, states, and two kinds in one layer."""
 
 LEFT_BYTES = 256 << 20
-"""The memory that a crowd may leave: MLX keeps freed buffers."""
+"""The memory that may stay in use after a crowd: MLX keeps freed buffers."""
 
 
 class Crowd:
-    """Clients that ask the same few questions in random order, streaming or not, and may leave."""
+    """Clients that ask the same few questions in random order, as streams or not, and may leave."""
 
     def __init__(self, server: ServerProcess) -> None:
         self.server = server
@@ -104,7 +104,7 @@ def resident_bytes(server: ServerProcess) -> int:
     return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if status.exists() else 0
 
 
-def held(server: ServerProcess) -> tuple[int, int]:
+def n_threads_and_files(server: ServerProcess) -> tuple[int, int]:
     """Return how many threads and descriptors the server's process has; 0 and 0 on a Mac."""
     process = Path("/proc") / str(server.pid)
     if not process.exists():
@@ -113,7 +113,7 @@ def held(server: ServerProcess) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("family", "n_times", "n_clients"), CROWDS)
-def test_a_crowd_gets_what_everybody_would_get_alone(
+def test_concurrent_clients_get_the_replies_of_single_clients(
     family: str,
     n_times: int,
     n_clients: int,
@@ -125,20 +125,22 @@ def test_a_crowd_gets_what_everybody_would_get_alone(
     if family != "llama":
         model = make_zoo_model(tmp_path / "model", family)
         config = json.loads((model / "config.json").read_text())
-        config["max_position_embeddings"] = 1 << 16  # its prompts are longer than its table
+        config["max_position_embeddings"] = 1 << 16  # the prompts are longer than the default
         (model / "config.json").write_text(json.dumps(config))
     server = start_server.with_plugin(model, "--kvpersist-ram", "64M")
     crowd = Crowd(server)
-    crowd.run(n_clients, min(n_times // 4, 20))  # from here on all that a crowd needs exists
+    crowd.run(n_clients, min(n_times // 4, 20))  # threads and buffers that a crowd needs now exist
     wait_for_writer(server)
-    before, bytes_before = held(server), resident_bytes(server)
+    before, bytes_before = n_threads_and_files(server), resident_bytes(server)
     crowd.run(n_clients, n_times)
     assert not crowd.wrong, (len(crowd.wrong), crowd.n_replies, crowd.wrong[:3])
     assert crowd.n_replies >= n_clients and crowd.n_left >= n_clients / 4
     wait_for_writer(server)
-    # Worker threads and index connections are made when they are first needed, and stay.
+    # Worker threads and index connections are made at first use, and stay.
     wait_until(
-        lambda: all(now <= was + 12 for now, was in zip(held(server), before, strict=True)),
+        lambda: all(
+            now <= was + 12 for now, was in zip(n_threads_and_files(server), before, strict=True)
+        ),
         f"threads and descriptors as before: {before}",
     )
     assert resident_bytes(server) <= bytes_before + LEFT_BYTES

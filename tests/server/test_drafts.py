@@ -1,4 +1,4 @@
-"""Requests with a draft model on the real server are stored as those without."""
+"""Requests with a draft model on a real server are stored like requests without a draft model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.drafts import make_draft
 
 from .lora import make_adapter
 from .stored import wait_for_writer
-from .test_prefill import Leaving
+from .test_prefill import LeavingClient
 
 
 def user(n: int, n_chars: int = 90) -> Message:
@@ -48,8 +48,14 @@ def server(start_server: StartServer, tiny_model: Path) -> ServerProcess:
 
 
 def ask(server: ServerProcess, talk: list[Message], draft: str | None, **params: Any) -> Reply:
-    its = {"draft_model": draft} if draft is not None else {}
-    params = {"model": str(server.model), "max_tokens": 12, "logprobs": True, **its, **params}
+    draft_params = {"draft_model": draft} if draft is not None else {}
+    params = {
+        "model": str(server.model),
+        "max_tokens": 12,
+        "logprobs": True,
+        **draft_params,
+        **params,
+    }
     reply = server.chat(talk, **params)
     wait_for_writer(server)
     return reply
@@ -59,32 +65,32 @@ def logprobs(reply: Reply) -> list[float]:
     return [token["logprob"] for token in reply.raw["choices"][0]["logprobs"]["content"]]
 
 
-def test_a_conversation_goes_on_when_its_draft_comes_changes_and_goes(
+def test_conversation_is_reused_after_its_draft_model_changes(
     server: ServerProcess, drafts: list[str]
 ) -> None:
-    """Each turn comes after a kill, and replies as a server without stored turns."""
+    """The server is killed after each turn; each reply equals a reply without stored turns."""
     talk: list[Message] = [{"role": "system", "content": synthetic_text(600, seed=61)}]
     for draft in drafts:
         ask(server, [user(9)], draft)
     n_before = 0
     turns: list[str | None] = [drafts[0], drafts[0], drafts[1], None, drafts[0]]
-    for n, its in enumerate(turns):
+    for n, turn_draft in enumerate(turns):
         talk.append(user(n))
-        cold = ask(server, talk, its, headers={"X-KVPersist-Namespace": f"cold {n}"})
-        reply = ask(server, talk, its)
+        cold = ask(server, talk, turn_draft, headers={"X-KVPersist-Namespace": f"cold {n}"})
+        reply = ask(server, talk, turn_draft)
         assert cold.cached_tokens == 0 and reply.cached_tokens >= n_before
         assert reply.text == cold.text and logprobs(reply) == pytest.approx(
             logprobs(cold), abs=1e-5
         )
         talk.append(said(n))
-        n_before = reply.prompt_tokens - 8  # with the template's text after the question
+        n_before = reply.prompt_tokens - 8  # without the template's text after the question
         server.restart(kill=True)
 
 
-def test_penalties_see_the_same_of_a_prompt_however_it_is_served(
+def test_penalties_are_equal_in_a_batch_alone_and_with_a_draft(
     server: ServerProcess, drafts: list[str]
 ) -> None:
-    """In a batch, alone and with a draft; computed and restored up to its last token."""
+    """Each prompt is first computed, then restored up to its last token."""
     for draft in (None, drafts[0]):
         ask(server, [user(9)], draft)
     talk = [user(4, 900)]
@@ -101,20 +107,20 @@ def test_penalties_see_the_same_of_a_prompt_however_it_is_served(
     first, *others = replies
     assert first.text != ask(server, talk, None).text
     n_prompt = first.prompt_tokens
-    assert [one.cached_tokens for one in replies] == [0, n_prompt - 1] * 3
-    for one in others:
-        assert one.text == first.text
-        assert logprobs(one) == pytest.approx(logprobs(first), abs=1e-5)
+    assert [reply.cached_tokens for reply in replies] == [0, n_prompt - 1] * 3
+    for reply in others:
+        assert reply.text == first.text
+        assert logprobs(reply) == pytest.approx(logprobs(first), abs=1e-5)
 
 
 @pytest.mark.slow
-def test_what_a_client_that_left_had_computed_is_reused(
+def test_tokens_computed_for_a_disconnected_client_are_reused(
     server: ServerProcess, drafts: list[str]
 ) -> None:
     talk: list[Message] = [{"role": "system", "content": synthetic_text(14_000, seed=62)}, user(0)]
     ask(server, [user(9)], drafts[0])
     params = {"model": str(server.model), "draft_model": drafts[0]}
-    leaving = Leaving(server, talk, stream=True, **params)
+    leaving = LeavingClient(server, talk, stream=True, **params)
     n_done = leaving.read_until(0.4)
     leaving.leave()
     reply = ask(server, talk, drafts[0])
@@ -123,10 +129,8 @@ def test_what_a_client_that_left_had_computed_is_reused(
 
 
 @pytest.mark.slow
-def test_kill_9_in_the_middle_of_a_prompt_and_of_a_reply(
-    server: ServerProcess, drafts: list[str]
-) -> None:
-    """After the kill, replies are as from a server that computes all."""
+def test_tokens_computed_before_a_kill_are_reused(server: ServerProcess, drafts: list[str]) -> None:
+    """After each kill, the reply equals the reply to a computed prompt."""
     talk: list[Message] = [{"role": "system", "content": synthetic_text(14_000, seed=63)}, user(0)]
     params = {"model": str(server.model), "draft_model": drafts[0], "stream": True}
     ask(server, [user(9)], drafts[0])
@@ -139,13 +143,13 @@ def test_kill_9_in_the_middle_of_a_prompt_and_of_a_reply(
         assert logprobs(reply) == pytest.approx(logprobs(cold), abs=1e-5)
         return reply
 
-    leaving = Leaving(server, talk, **params)
+    leaving = LeavingClient(server, talk, **params)
     leaving.read_until(0.6)
     server.restart(kill=True)
     leaving.leave()
     n_prompt = check(256).prompt_tokens
 
-    leaving, read = Leaving(server, talk, max_tokens=400, **params), ""
+    leaving, read = LeavingClient(server, talk, max_tokens=400, **params), ""
     while len(read) < 100 and (line := leaving.lines.readline()):
         if line.startswith(b"data: {"):
             read += json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
@@ -155,7 +159,7 @@ def test_kill_9_in_the_middle_of_a_prompt_and_of_a_reply(
     check(n_prompt - 256)
 
 
-def test_a_conversation_is_one_session_and_deleting_it_leaves_nothing(
+def test_model_and_draft_blocks_are_one_session_and_deleted_together(
     server: ServerProcess, drafts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     ask(server, [user(9)], drafts[0])
@@ -165,15 +169,15 @@ def test_a_conversation_is_one_session_and_deleting_it_leaves_nothing(
     server.stop()
     run = CommandLine(Path(server.extra[server.extra.index("--kvpersist-dir") + 1]), capsys)
     listed = run.json("sessions", "list")["sessions"]
-    assert {(one["name"], one["model"]) for one in listed} == {
+    assert {(session["name"], session["model"]) for session in listed} == {
         (name, str(server.model)) for name in (None, "mine")
     }
     assert run("store", "rebuild") == 0 and run.json("store", "verify")["ok"]
-    run("sessions", "rm", *(one["id"] for one in listed))
+    run("sessions", "rm", *(session["id"] for session in listed))
     assert block_files(run.folder) == {}
 
 
-def test_models_with_drafts_and_adapters_take_turns(
+def test_alternating_models_drafts_and_adapters_reuse_their_own_blocks(
     server: ServerProcess, drafts: list[str], tiny_model: Path, tmp_path: Path
 ) -> None:
     other = make_tiny_model(tmp_path / "other", seed=1, n_layers=1)
@@ -188,7 +192,7 @@ def test_models_with_drafts_and_adapters_take_turns(
     for n in range(2):
         for kind in kinds:
             if n == 0:
-                ask(server, [user(9)], **kind)  # no lookup before the model is known
+                ask(server, [user(9)], **kind)  # a model's first request makes no lookup
             replies.append(ask(server, talk, **kind))
     n_kinds = len(kinds)
     for first, again in zip(replies[:n_kinds], replies[n_kinds:], strict=True):
@@ -197,12 +201,12 @@ def test_models_with_drafts_and_adapters_take_turns(
         more = pool.map(lambda kind: ask(server, talk, **kind, max_tokens=60), kinds)
         for first, longer in zip(replies, list(more), strict=False):
             assert longer.text.startswith(first.text)
-    # A draft changes neither a model's replies, nor what is found of them.
+    # A draft model changes neither replies nor reuse.
     assert [reply.cached_tokens > 0 for reply in replies[:n_kinds]] == [False, False, False, True]
     assert replies[0].text == replies[3].text != replies[1].text
 
 
-def test_what_is_lost_of_a_draft_is_computed_again(
+def test_lost_blocks_of_the_draft_model_are_recomputed(
     server: ServerProcess, drafts: list[str]
 ) -> None:
     talk = [user(2, 2500)]
@@ -233,7 +237,7 @@ def test_what_is_lost_of_a_draft_is_computed_again(
     assert "quarantine" in server.log
 
 
-def test_a_draft_over_windows_is_served_as_stock(
+def test_windowed_model_with_a_draft_is_served_as_stock(
     started: StartServer, drafts: list[str], tmp_path: Path
 ) -> None:
     model = make_zoo_model(tmp_path / "windows", "gemma3_text")
@@ -245,7 +249,7 @@ def test_a_draft_over_windows_is_served_as_stock(
     assert server.log.count(line) == 1
 
 
-def test_the_log_says_once_what_a_draft_costs_others(
+def test_log_says_once_that_drafts_prevent_concurrent_requests(
     started: StartServer, tiny_model: Path, drafts: list[str]
 ) -> None:
     server = started.with_plugin(tiny_model, "--draft-model", drafts[0])

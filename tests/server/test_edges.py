@@ -1,4 +1,4 @@
-"""Requests for more than a plain chat: the real server does what each one asks."""
+"""Requests with unusual models, options and endings on a real server."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
 
 @pytest.fixture(scope="module")
 def server(started: StartServer, tiny_model: Path) -> ServerProcess:
-    """The server of most tests; each asks something that no other does."""
+    """The server of most tests; each test has its own question."""
     return started.with_plugin(tiny_model)
 
 
 @pytest.fixture(scope="module")
 def other_weights(models_dir: Path) -> Path:
-    """The geometry of `tiny_model`, its tokenizer, other weights."""
+    """A model with the geometry and tokenizer of `tiny_model`, but other weights."""
     return make_tiny_model(models_dir / "other-weights", seed=1)
 
 
@@ -95,10 +95,10 @@ def with_special_tokens_at(model: Path, first_id: int) -> Path:
 
 
 @pytest.mark.skipif(not serves_holes(), reason="this mlx-lm cannot serve such a vocabulary")
-def test_text_that_spells_roles_is_not_taken_for_them(
+def test_text_that_names_roles_is_not_matched_as_a_conversation(
     started: StartServer, models_dir: Path, tmp_path: Path
 ) -> None:
-    """A user's text that looks like a conversation, without its marks, stays a user's text."""
+    """The text names the roles, but has no control tokens."""
     config = {"vocab_size": 8023, "eos_token_id": 8022}
     model = make_tiny_model(models_dir / "holes", config=config)
     with_special_tokens_at(model, 8020)
@@ -120,7 +120,9 @@ def test_text_that_spells_roles_is_not_taken_for_them(
 # Models by request.
 
 
-def test_sentencepiece_sampled(server: ServerProcess, tiny_model_spm: Path) -> None:
+def test_sampled_replies_of_a_sentencepiece_model_are_reused(
+    server: ServerProcess, tiny_model_spm: Path
+) -> None:
     model = str(tiny_model_spm)
     talk = [SYSTEM]
     before = 0
@@ -133,13 +135,13 @@ def test_sentencepiece_sampled(server: ServerProcess, tiny_model_spm: Path) -> N
         before = n_total(reply)
 
 
-def test_each_model_finds_its_own_only(
+def test_each_model_reuses_only_its_own_blocks(
     server: ServerProcess, tiny_model: Path, other_weights: Path
 ) -> None:
     question = [SYSTEM, user("Which weights are these?")]
     first = server.chat(question, "switch", model=str(tiny_model))
     other = server.chat(question, "switch", model=str(other_weights))
-    # Other tests may have asked the first model with the same system message, but nobody this one.
+    # Other tests use this system message with the first model, but not with the second.
     assert (other.cached_tokens, other.kvpersist["outcome"]) == (0, "MISS")
     assert other.text != first.text
     back = server.chat(question, "switch", model=str(tiny_model))
@@ -153,12 +155,12 @@ def adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_adapter(tmp_path_factory.mktemp("adapter"), tiny_model)
 
 
-def test_an_adapter_makes_another_model(
+def test_adapter_requests_reuse_only_their_own_blocks(
     server: ServerProcess, tiny_model: Path, adapter: Path
 ) -> None:
     question = [SYSTEM, user("Who adapted you?")]
     plain = server.chat(question, "a", model=str(tiny_model))
-    # Its replies end with broken characters.
+    # The adapted model's replies end with incomplete characters.
     params: dict[str, Any] = {"model": str(tiny_model), "adapters": str(adapter)}
     adapted = server.chat(question, "a", **params, logprobs=True)
     assert (adapted.cached_tokens, adapted.kvpersist["outcome"]) == (0, "MISS")
@@ -170,7 +172,7 @@ def test_an_adapter_makes_another_model(
     )
 
 
-def test_a_cache_of_the_models_own_is_served_as_stock(
+def test_model_with_its_own_cache_class_is_served_as_stock(
     server: ServerProcess, tmp_path: Path
 ) -> None:
     pytest.importorskip("mlx_lm.models.deepseek_v41", reason="newer than this mlx-lm")
@@ -187,15 +189,15 @@ def assert_says_stock(server: ServerProcess, reply: Reply, why: str) -> None:
     assert record["detail"].startswith(why)
     log = server.log
     assert f"served as stock does, nothing is kept: {why}" in log
-    said = f"served as in the stock server: {why}"
-    assert any(record["id"] in line and said in line for line in log.splitlines())
+    log_text = f"served as in the stock server: {why}"
+    assert any(record["id"] in line and log_text in line for line in log.splitlines())
 
 
-# Requests that end early, or never begin.
+# Requests that end early or are refused.
 
 
-def test_a_client_that_goes_away(server: ServerProcess) -> None:
-    """The system message was prefilled as its own segment, and is stored for the next try."""
+def test_disconnected_clients_system_message_is_reused(server: ServerProcess) -> None:
+    """The system message was prefilled as its own segment, and stored."""
     system: Message = {"role": "system", "content": synthetic_text(400, seed=21)}
     body = {"messages": [system, user("Tell it all.")], "max_tokens": 500, "stream": True}
     events = server.events("/v1/chat/completions", body)
@@ -214,7 +216,7 @@ def tenant(name: str) -> dict[str, str]:
 
 
 def spoken(reply: Reply, tokenizer: Tokenizer) -> list[str]:
-    """Return the tokens of a reply that was asked for with logprobs, "Ġ" for a space."""
+    """Return the tokens of a reply that has logprobs; "Ġ" is a space."""
     content = reply.raw["choices"][0]["logprobs"]["content"]
     return [str(tokenizer.id_to_token(token["id"])) for token in content]
 
@@ -240,8 +242,8 @@ def tokenizer(tiny_model: Path) -> Tokenizer:
     return Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
 
 
-def test_stop_words(server: ServerProcess, tokenizer: Tokenizer) -> None:
-    """The text that the client got is reused; the stop word and the hidden text are not."""
+def test_reply_before_a_stop_word_is_reused(server: ServerProcess, tokenizer: Tokenizer) -> None:
+    """The stop word and the text after it, which the client does not get, are not reused."""
     # No two capitals are a token, so the reply's text encodes to the reply's ids.
     vocabulary = tokenizer.get_vocab()
     bias = {str(vocabulary[letter]): 60.0 for letter in string.ascii_uppercase}
@@ -249,21 +251,21 @@ def test_stop_words(server: ServerProcess, tokenizer: Tokenizer) -> None:
     heed_biases(server)
     question = [SYSTEM, user("When do you stop?")]
     whole = server.chat(question, headers=tenant("whole"), logprobs=True, **params)
-    at, stop = stop_word(spoken(whole, tokenizer), tokenizer)
+    position, stop = stop_word(spoken(whole, tokenizer), tokenizer)
     cut = server.chat(question, headers=tenant("stop"), stop=stop, **params)
     assert whole.text.startswith(cut.text + stop)
-    assert (cut.completion_tokens, cut.finish_reason) == (at + 1, "stop")
+    assert (cut.completion_tokens, cut.finish_reason) == (position + 1, "stop")
     talk = [*question, said(cut), user("Go on.")]
     more = server.chat(talk, headers=tenant("stop"), max_tokens=5)
-    assert more.cached_tokens == cut.prompt_tokens + at
+    assert more.cached_tokens == cut.prompt_tokens + position
     assert_as_cold(server, more, talk)
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["whole", "stopped"])
-def test_a_reply_that_begins_with_a_space(
+def test_reply_that_begins_with_a_space_is_reused(
     server: ServerProcess, tokenizer: Tokenizer, stopped: bool
 ) -> None:
-    """The server drops that space; the reply still matches, as far as it was sent."""
+    """The server removes the space; the text that it sends still matches."""
     vocabulary = tokenizer.get_vocab()
     words = [t for t in vocabulary if t[0] == "Ġ" and t[1:].isascii() and t[1:].isalpha()]
     bias = {str(vocabulary[token]): 60.0 for token in sorted(words)}
@@ -276,26 +278,26 @@ def test_a_reply_that_begins_with_a_space(
         if len(set(pieces)) == len(pieces):
             break
     assert whole.text == "".join(pieces).replace("Ġ", " ")[1:]
-    at, stop = stop_word(pieces, tokenizer)
+    position, stop = stop_word(pieces, tokenizer)
     if stopped:
         params["stop"] = [stop]
     first = server.chat(question, headers=tenant(f"space-{stopped}"), **params)
     assert whole.text.startswith(first.text)
     assert first.finish_reason == ("stop" if stopped else "length")
-    assert first.completion_tokens == (at + 1 if stopped else 12)
+    assert first.completion_tokens == (position + 1 if stopped else 12)
     talk = [*question, said(first), user("And?")]
     more = server.chat(talk, headers=tenant(f"space-{stopped}"), max_tokens=5)
-    assert more.cached_tokens == first.prompt_tokens + (at if stopped else 12)
+    assert more.cached_tokens == first.prompt_tokens + (position if stopped else 12)
 
 
 def assert_as_cold(server: ServerProcess, reply: Reply, messages: list[Message]) -> None:
-    """The same prompt, computed from its start, must give the same reply."""
+    """Check that the same prompt, computed from its start, gives the same reply."""
     cold = server.chat(messages, headers=tenant(f"cold-{reply.raw['id']}"), max_tokens=5)
     assert (cold.cached_tokens, cold.text) == (0, reply.text)
 
 
 @pytest.mark.parametrize("prompt", [["one", "two"], [], ""], ids=["list", "empty-list", "empty"])
-def test_prompts_that_are_none(server: ServerProcess, prompt: Any) -> None:
+def test_empty_prompts_and_lists_of_prompts_are_refused(server: ServerProcess, prompt: Any) -> None:
     status, _, body = server.request("POST", "/v1/completions", {"prompt": prompt})
     assert status == 400
     assert json.loads(body)["error"]
@@ -303,7 +305,7 @@ def test_prompts_that_are_none(server: ServerProcess, prompt: Any) -> None:
     assert server.complete(f"after {prompt}", max_tokens=3).completion_tokens == 3
 
 
-def test_no_messages(server: ServerProcess) -> None:
+def test_request_without_messages_is_refused(server: ServerProcess) -> None:
     status, _, body = server.request("POST", "/v1/chat/completions", {"messages": []})
     assert (status, bool(json.loads(body)["error"])) == (400, True)
     assert server.chat([user("Still there?")], max_tokens=3).completion_tokens == 3
@@ -312,7 +314,7 @@ def test_no_messages(server: ServerProcess) -> None:
 # Options of a request.
 
 
-def test_logprobs(server: ServerProcess) -> None:
+def test_restored_prompt_gives_the_logprobs_of_a_computed_one(server: ServerProcess) -> None:
     question = [SYSTEM, user("How likely?")]
     params: dict[str, Any] = {"max_tokens": 8, "logprobs": True}
     cold, warm = (server.chat(question, "probable", **params) for _ in range(2))
@@ -327,12 +329,12 @@ def test_logprobs(server: ServerProcess) -> None:
 
 
 def cold_part(reply: Reply) -> int:
-    """The tokens that a first request may reuse: the system message that other tests sent."""
+    """Return a first request's reused tokens: at most the system message of other tests."""
     assert reply.cached_tokens < reply.prompt_tokens - 5
     return reply.cached_tokens
 
 
-def test_tools(server: ServerProcess) -> None:
+def test_changed_tools_end_reuse(server: ServerProcess) -> None:
     question = [SYSTEM, user("Wave!")]
     first = server.chat(question, "tools", tools=[TOOL])
     without = server.chat(question, "tools")
@@ -344,12 +346,12 @@ def test_tools(server: ServerProcess) -> None:
     renamed = {**TOOL, "function": {"name": "nod", "parameters": {}}}
     other = server.chat(talk, "tools", tools=[renamed])
     # The common part is restored, or computed if that is quicker.
-    said_of_it = other.kvpersist["outcome"], other.kvpersist.get("reason")
-    assert said_of_it[0] == "DIVERGE" or said_of_it == ("MISS", "diverged")
+    outcome = other.kvpersist["outcome"], other.kvpersist.get("reason")
+    assert outcome[0] == "DIVERGE" or outcome == ("MISS", "diverged")
     assert other.cached_tokens < first.prompt_tokens - without.prompt_tokens
 
 
-def test_three_identical_requests_at_once(server: ServerProcess) -> None:
+def test_identical_concurrent_requests_get_equal_replies(server: ServerProcess) -> None:
     system: Message = {"role": "system", "content": synthetic_text(700, seed=33)}
     question = [system, user("All at once?")]
     with ThreadPoolExecutor(3) as pool:
@@ -362,7 +364,7 @@ def test_three_identical_requests_at_once(server: ServerProcess) -> None:
     assert server.chat(talk, "thrice").cached_tokens == n_total(again)
 
 
-def test_namespaces_share_nothing(server: ServerProcess) -> None:
+def test_namespaces_share_no_blocks(server: ServerProcess) -> None:
     question = [SYSTEM, user("Whose is this?")]
     for name in ("red", "blue"):
         reply = server.chat(question, "ns", headers=tenant(name))
@@ -376,10 +378,10 @@ def test_namespaces_share_nothing(server: ServerProcess) -> None:
 # Options of the server.
 
 
-def test_one_at_a_time_in_small_steps(
+def test_turns_are_reused_without_batches_and_in_small_prefill_steps(
     started: StartServer, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """No batch is ever larger than one, and no prefill step larger than seven tokens."""
+    """A batch has one row, and a prefill step has at most seven tokens."""
     sizes = ("--prompt-concurrency", "1", "--decode-concurrency", "1", "--prefill-step-size", "7")
     options = (
         "--plugin",
@@ -405,7 +407,7 @@ def test_one_at_a_time_in_small_steps(
 def cramped(
     started: StartServer, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Any:
-    """Hardly any RAM, and a namespace for each API key."""
+    """A server with a RAM budget of 0, and a namespace for each API key."""
     store = tmp_path_factory.mktemp("cramped")
     plugin = (
         "--plugin",
@@ -417,8 +419,10 @@ def cramped(
     return started(tiny_model, *plugin, *options), store
 
 
-def test_hardly_any_ram(cramped: tuple[ServerProcess, Path]) -> None:
-    """Conversations are read back from disk when none is in RAM."""
+def test_without_ram_conversations_are_restored_from_disk(
+    cramped: tuple[ServerProcess, Path],
+) -> None:
+    """The RAM budget is 0."""
     server, store = cramped
     talks: dict[str, list[Message]] = {
         name: [{"role": "system", "content": name + synthetic_text(200)}] for name in ("a", "b")
@@ -443,7 +447,7 @@ def ram_bytes(server: ServerProcess) -> int:
     return int(stats["store"]["tiers"]["ram"]["bytes"])
 
 
-def test_namespaces_by_key(cramped: tuple[ServerProcess, Path]) -> None:
+def test_each_api_key_has_its_own_namespace(cramped: tuple[ServerProcess, Path]) -> None:
     server, store = cramped
     question = [SYSTEM, user("Whose key is this?")]
     keys = [{"Authorization": "Bearer one"}, {"x-api-key": "two"}, {}]
@@ -458,8 +462,8 @@ def test_namespaces_by_key(cramped: tuple[ServerProcess, Path]) -> None:
     assert not any("one" in name or "two" in name for name in names)
 
 
-def test_a_model_that_is_not_there(server: ServerProcess) -> None:
-    """Loading fails, and the next request is served as before."""
+def test_request_for_a_missing_model_keeps_the_loaded_model(server: ServerProcess) -> None:
+    """Loading fails, and the loaded model serves the next request."""
     question = [SYSTEM, user("Which model?")]
     first = server.chat(question, max_tokens=5)
     with pytest.raises(ServerError, match="404"):
@@ -471,8 +475,10 @@ def test_a_model_that_is_not_there(server: ServerProcess) -> None:
 # The server without the plugin.
 
 
-def test_stock_is_stock(started: StartServer, tiny_model: Path, tmp_path: Path) -> None:
-    """Installed and not asked for, the package is not imported, and replies are the same."""
+def test_package_is_not_imported_unless_the_plugin_is_selected(
+    started: StartServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Replies are the same whether or not the package is installed."""
     bare = make_environment(tmp_path / "venv")
     assert bare.run("python", "-c", "import mlx_lm_kvpersist").returncode == 1
     talk = [SYSTEM, user("Who answers?")]
@@ -487,5 +493,5 @@ def test_stock_is_stock(started: StartServer, tiny_model: Path, tmp_path: Path) 
         assert "mlx_lm_kvpersist" not in stock.log
     assert texts[0] == texts[1]
     command = [sys.executable, "-X", "importtime", "-m", "mlx_lm.server", "--plugin", "kvpersist"]
-    asked = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True)
-    assert "mlx_lm_kvpersist._startup" in asked.stderr  # so it shows if the plugin is asked for
+    with_plugin = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True)
+    assert "mlx_lm_kvpersist._startup" in with_plugin.stderr  # the check detects an import

@@ -1,4 +1,4 @@
-"""A reply that its user corrects is read as corrected, on every API."""
+"""If a user edits a reply, the model reads the edited text, on every API."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ EDITS: dict[str, Callable[[str], str]] = {
 
 def ask(server: ServerProcess, name: str, talk: list[Message], n_most: int) -> tuple[str, int, int]:
     """Return a reply's text, the tokens of its prompt, and how many of these were reused."""
-    path, key, most = APIS[name]
-    body = {"model": "claude-local", most: n_most, key: talk}
+    path, key, limit_field = APIS[name]
+    body = {"model": "claude-local", limit_field: n_most, key: talk}
     status, headers, content = server.request("POST", path, body)
     assert status == 200
     reply: dict[str, Any] = json.loads(content)
@@ -52,7 +52,7 @@ def ask(server: ServerProcess, name: str, talk: list[Message], n_most: int) -> t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [False, True], ids=["hot", "killed"])
-def test_an_edit_of_a_reply_is_read_whichever_api_it_comes_by(
+def test_edited_reply_is_read_as_edited_on_every_api(
     started: StartServer, models_dir: Path, tmp_path: Path, killed: bool
 ) -> None:
     model = make_thinking_model(models_dir / "edited")
@@ -84,7 +84,7 @@ def test_an_edit_of_a_reply_is_read_whichever_api_it_comes_by(
 
 
 @pytest.mark.slow
-def test_an_edit_of_a_text_completion_is_read_as_edited(
+def test_edited_text_completion_is_read_as_edited(
     started: StartServer, models_dir: Path, tmp_path: Path
 ) -> None:
     model = make_thinking_model(models_dir / "edited")

@@ -1,4 +1,4 @@
-"""Models with windows and states on the real server: their conversations survive, too."""
+"""Conversations of models with windows and states survive kill -9 of a real server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CASES = [
     *((family, {1, 4}) for family in FAMILIES[:2]),
     *(pytest.param(family, set(range(5)), marks=pytest.mark.slow) for family in FAMILIES),
 ]
-"""Families, and after which turns the server is killed."""
+"""Model families, and the turns after which the server is killed."""
 N_TURNS = 5
 SYSTEM: Message = {"role": "system", "content": synthetic_text(40, seed=99)}
 QUESTIONS = [synthetic_text(25, seed=n) for n in range(N_TURNS)]
@@ -60,7 +60,7 @@ class Talk:
 
 
 @pytest.mark.parametrize(("family", "kills"), CASES)
-def test_a_conversation_goes_on_after_kill_9(
+def test_conversation_continues_after_kill_9(
     family: str, kills: set[int], start_server: StartServer, tmp_path: Path
 ) -> None:
     model = make_zoo_model(tmp_path / "model", family)
@@ -86,8 +86,8 @@ def test_a_conversation_goes_on_after_kill_9(
     killed.turn(OTHER)
     assert killed.replies == whole.replies
     assert killed.cached == whole.cached
-    # Each turn continues from the restore point at the earlier turn's end; so does the last, which
-    # goes back by one turn.
+    # Each turn continues from the checkpoint at the end of the previous turn. The last turn
+    # replaces the turn before it.
     ends = [*killed.totals[: N_TURNS - 1], killed.totals[N_TURNS - 2]]
     for before, cached in zip(ends, killed.cached[1:], strict=True):
         assert before - 1 <= cached <= before

@@ -34,13 +34,13 @@ from .lora import make_adapter
 from .stored import wait_for_commit, wait_for_reply
 
 N_START_LINES = 8
-"""Our lines that a start may log."""
+"""The most log lines of the plugin at a start."""
 N_REPLY = 24
 """The tokens of each reply."""
 
 
 class Talk:
-    """A conversation of long questions; it sends back each reply, or `answer` in its place."""
+    """A conversation of long questions; it sends back each reply, or `answer` instead."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Talk:
         return self.replies[-1].prompt_tokens + self.replies[-1].completion_tokens
 
     def lost(self) -> int:
-        """Return the tokens of the turn before the last one that the last turn computed again."""
+        """Return how many tokens of the previous turn the last turn computed again."""
         before, last = self.replies[-2:]
         return before.prompt_tokens + before.completion_tokens - last.cached_tokens
 
@@ -82,18 +82,18 @@ class Talk:
 def started_on(
     start_server: StartServer, model: Path, store: Path, *extra: str, **options: Any
 ) -> ServerProcess:
-    """Start a server with the plugin's default options; it has answered /health and no more."""
+    """Start a server with the plugin's default options; it has served only /health."""
     plugin = ("--plugin", "kvpersist", "--kvpersist-dir", str(store))
     return start_server(model, *plugin, *extra, **options)
 
 
 def wait_until_written(server: ServerProcess, store: Path, talk: Talk) -> None:
-    """Return when the last turn and the ids of its reply are on disk."""
+    """Wait until the last turn and the ids of its reply are on disk."""
     wait_for_commit(store, talk.session, talk.n_tokens)
     wait_for_reply(server)
 
 
-def test_each_turn_reuses_at_least_what_stock_reuses(
+def test_each_turn_reuses_at_least_as_much_as_stock(
     start_server: StartServer, tiny_model: Path, tmp_path: Path
 ) -> None:
     server = started_on(start_server, tiny_model, tmp_path / "store")
@@ -110,14 +110,14 @@ def test_each_turn_reuses_at_least_what_stock_reuses(
 
 
 @pytest.mark.parametrize("moment", ["at the last byte", "when the turn is written"])
-def test_a_kill_after_the_second_reply_loses_no_more_than_a_later_kill(
+def test_early_and_late_kills_lose_at_most_two_blocks(
     start_server: StartServer, tiny_model: Path, tmp_path: Path, moment: str
 ) -> None:
     """A kill at the last byte loses at most the last block of the prompt and of the reply."""
     store = tmp_path / "store"
     server = started_on(start_server, tiny_model, store)
     talk = Talk("talk")
-    for _ in range(2):  # in the first moments of the server, and later
+    for _ in range(2):  # right after the start, and later
         for _ in range(2):
             talk.turn(server)
         if moment == "when the turn is written":
@@ -132,10 +132,10 @@ def test_a_kill_after_the_second_reply_loses_no_more_than_a_later_kill(
             assert talk.lost() <= 2 * BLOCK_TOKENS
 
 
-def test_an_end_after_the_first_turns_keeps_them(
+def test_sigterm_after_the_first_turns_keeps_them(
     start_server: StartServer, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Four clients ask at once, and SIGTERM comes as soon as all of them have their replies."""
+    """SIGTERM comes as soon as four concurrent clients have their replies."""
     server = started_on(start_server, tiny_model, tmp_path / "store")
     talks = [Talk(f"client {n}", seed=n) for n in range(4)]
     with ThreadPoolExecutor(len(talks)) as pool:
@@ -147,7 +147,7 @@ def test_an_end_after_the_first_turns_keeps_them(
 
 
 @pytest.mark.parametrize("n_models", [2, 3])
-def test_models_that_alternate_keep_all_conversations(
+def test_alternating_models_keep_their_conversations(
     start_server: StartServer, tiny_model: Path, other_model: Path, tmp_path: Path, n_models: int
 ) -> None:
     """Each turn loads another model than the turn before."""
@@ -166,19 +166,19 @@ def test_models_that_alternate_keep_all_conversations(
 
 
 @pytest.mark.parametrize("bits", ["default", "16"])
-def test_a_model_with_code_of_its_own_is_kept_and_replies_as_stock_does(
+def test_model_with_custom_code_is_cached_and_replies_as_stock(
     start_server: StartServer, tmp_path: Path, bits: str
 ) -> None:
-    """It has a known architecture's name, but its code is unknown.
+    """The model has a known architecture's name, but unknown code.
 
-    In its own precision a reply has the numbers of stock's.
+    In full precision its replies are equal to stock's.
     """
     model = make_tiny_model(tmp_path / "model", config={"model_file": "own.py"})
     (model / "own.py").write_text(OWN_CODE, encoding="utf-8")
     precision = () if bits == "default" else ("--kvpersist-kv-bits", bits)
     trusted = ("--trust-remote-code", *precision)
     server = started_on(start_server, model, tmp_path / "store", *trusted)
-    # Stock tokenizes a reply that comes back; our server takes the ids that the model produced.
+    # For a returned reply, stock tokenizes the text, but our server uses the generated ids.
     talks = [Talk(f"client {n}", seed=n, answer="It is so.") for n in range(3)]
     with ThreadPoolExecutor(len(talks)) as pool:
         for turn in range(3):
@@ -187,8 +187,10 @@ def test_a_model_with_code_of_its_own_is_kept_and_replies_as_stock_does(
                 server.restart()  # the second start
             if turn:
                 assert all(talk.lost() <= N_REPLY + 1 for talk in talks)
-    said = [line for line in own_lines(server.log) if re.search("no facts|unknown arch", line)]
-    assert len(said) == 2, "one line for each start"
+    fact_lines = [
+        line for line in own_lines(server.log) if re.search("no facts|unknown arch", line)
+    ]
+    assert len(fact_lines) == 2, "one line for each start"
     if bits == "16":
         stock = start_server(model, "--trust-remote-code")
         for n, talk in enumerate(talks):
@@ -208,21 +210,21 @@ class Model(llama.Model):
 """
 
 
-def test_a_start_says_in_few_lines_what_it_keeps_and_where(
+def test_start_logs_precision_folder_and_addresses_in_few_lines(
     start_server: StartServer, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """A later turn adds exactly one line."""
+    """Each later turn adds at most one line."""
     store = tmp_path / "store"
     server = started_on(start_server, tiny_model, store)
     spec = json.loads(server.request("GET", SPEC_PATH)[2])
     lines = own_lines(server.log)
     assert 0 < len(lines) <= N_START_LINES
-    told = "\n".join(lines)
-    assert re.search(r"keys 8 bits, values 4", told)
-    assert show_bytes(spec["bytes_per_token"]) in told
-    assert str(store) in told and "of RAM" in told
+    text = "\n".join(lines)
+    assert re.search(r"keys 8 bits, values 4", text)
+    assert show_bytes(spec["bytes_per_token"]) in text
+    assert str(store) in text and "of RAM" in text
     address = f"http://127.0.0.1:{server.port}"
-    assert f"{address}/v1" in told and f"{address}{PAGE_PATH}" in told
+    assert f"{address}/v1" in text and f"{address}{PAGE_PATH}" in text
     talk = Talk("talk")
     for _ in range(2):
         talk.turn(server)
@@ -240,7 +242,7 @@ def other_model(models_dir: Path) -> Path:
     return make_tiny_model(models_dir / "first-minute-other", seed=7)
 
 
-def test_a_start_does_not_wait_for_the_stores_lock(
+def test_start_does_not_wait_for_the_lock_of_the_store(
     start_server: StartServer, tiny_model: Path, tmp_path: Path
 ) -> None:
     """The log names the process that has the lock, and requests are served and stored."""
@@ -259,10 +261,10 @@ def test_a_start_does_not_wait_for_the_stores_lock(
     assert talk.lost() <= 1
 
 
-def test_an_adapter_at_a_later_start_makes_another_model(
+def test_adapter_added_at_a_later_start_reuses_only_its_own_blocks(
     start_server: StartServer, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Its first request reuses nothing, and the first model finds its conversation again."""
+    """The first request with the adapter reuses nothing; the plain model's conversation is kept."""
     store = tmp_path / "store"
     adapted = "--adapter-path", str(make_adapter(tmp_path / "adapter", tiny_model))
     plain, other = Talk("talk"), Talk("talk", logprobs=True)

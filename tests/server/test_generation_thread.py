@@ -1,4 +1,4 @@
-"""Behaviour that no request shows: shared batches, and the release of a model's weights."""
+"""Behaviour that no reply shows: shared batches, and the release of a model's weights."""
 
 from __future__ import annotations
 
@@ -54,35 +54,37 @@ def patched(tmp_path: Path) -> Iterator[Patched]:
         plugin.shutdown()
 
 
-def test_conversations_share_a_batch(patched: Patched, tiny_model: Path) -> None:
+def test_prompts_and_replies_of_conversations_share_a_batch(
+    patched: Patched, tiny_model: Path
+) -> None:
     """Two prompts of different length are computed together, and their replies run together."""
     provider = patched.server.ModelProvider(patched.args)
     model, tokenizer = provider.load(str(tiny_model))
     assert provider.is_batchable
     prompts = [tokenizer.encode(synthetic_text(n, seed=n)) for n in (90, 200)]
     alone = [generate(patched, model, [prompt])[0][0] for prompt in prompts]
-    together, rows, n_speaking, kinds = generate(patched, model, prompts)
+    together, rows, n_replies, kinds = generate(patched, model, prompts)
     assert together == alone
-    assert (rows, max(n_speaking)) == ({2}, 2)
-    assert n_speaking.count(2) >= 5
+    assert (rows, max(n_replies)) == ({2}, 2)
+    assert n_replies.count(2) >= 5
     assert kinds == {BatchQuantizedKVCache}
 
 
-def test_a_model_that_reads_padding_computes_its_prompts_alone(
+def test_model_that_reads_padding_computes_prompts_one_by_one(
     patched: Patched, tmp_path: Path
 ) -> None:
-    """Its prompts are computed one by one, and only its replies share a batch."""
+    """Only the replies share a batch."""
     provider = patched.server.ModelProvider(patched.args)
     model, tokenizer = provider.load(str(make_zoo_model(tmp_path / "mamba", "mamba")))
     assert provider.is_batchable
     prompts = [tokenizer.encode(synthetic_text(n, seed=n)) for n in (20, 60)]
     alone = [generate(patched, model, [prompt])[0][0] for prompt in prompts]
-    together, rows, n_speaking, _ = generate(patched, model, prompts)
+    together, rows, n_replies, _ = generate(patched, model, prompts)
     assert together == alone
-    assert (rows, max(n_speaking)) == ({1}, 2)
+    assert (rows, max(n_replies)) == ({1}, 2)
 
 
-def test_a_model_that_is_wrong_in_a_batch_is_served_alone(patched: Patched, tmp_path: Path) -> None:
+def test_model_with_wrong_batched_replies_is_not_batched(patched: Patched, tmp_path: Path) -> None:
     provider = patched.server.ModelProvider(patched.args)
     model, _ = provider.load(str(make_zoo_model(tmp_path / "bigcode", "gpt_bigcode")))
     assert all(hasattr(cache, "merge") for cache in model.make_cache())  # stock would batch it
@@ -92,7 +94,7 @@ def test_a_model_that_is_wrong_in_a_batch_is_served_alone(patched: Patched, tmp_
 def generate(
     patched: Patched, model: Any, prompts: list[list[int]]
 ) -> tuple[list[list[int]], set[int], list[int], set[type]]:
-    """Return the replies, the rows of computed prompts, replies in a step, and types of caches."""
+    """Return the replies, the rows of prefill steps, the replies of each step, and cache types."""
     stream = mx.default_stream(mx.default_device())
     generator = patched.server.BatchGenerator(model, stream=stream)
     rows: set[int] = set()
@@ -104,21 +106,21 @@ def generate(
     uids = generator.insert(prompts, max_tokens=[8] * len(prompts))
     generator.prefills._model = computed
     replies: dict[int, list[int]] = {uid: [] for uid in uids}
-    n_speaking, kinds = [0], set()
+    n_replies, kinds = [0], set()
     n_open = len(prompts)
     while n_open:
         _, responses = generator.next()
         batch = generator.replies
-        n_speaking.append(len(responses))
+        n_replies.append(len(responses))
         kinds |= {type(cache) for cache in batch.prompt_cache}
         for response in responses:
             replies[response.uid].append(response.token)
             n_open -= response.finish_reason is not None
     generator.close()
-    return [replies[uid] for uid in uids], rows, n_speaking, kinds
+    return [replies[uid] for uid in uids], rows, n_replies, kinds
 
 
-def test_a_models_weights_are_given_back_before_the_next_is_loaded(
+def test_weights_are_freed_before_the_next_model_is_loaded(
     patched: Patched, tiny_model: Path, models_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two models do not always fit into memory: the plugin must not keep the first."""
@@ -135,8 +137,8 @@ def test_a_models_weights_are_given_back_before_the_next_is_loaded(
     monkeypatch.setattr(patched.server, "load", watched)
     provider = patched.server.ModelProvider(patched.args)
     gc.collect()
-    gc.disable()  # no reference cycle may have the model, either
-    # Stock's provider collects garbage before it loads; the reference count must do.
+    gc.disable()  # a reference cycle must not keep the model either
+    # Stock collects garbage before it loads a model; reference counts alone must be enough.
     monkeypatch.setattr(gc, "collect", lambda *args: 0)
     try:
         for path in (tiny_model, other, tiny_model):

@@ -1,4 +1,4 @@
-"""A client that always sends its whole conversation is never stopped by its content."""
+"""The content of a conversation never prevents its next turn from being served."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def ask(server: ServerProcess, path: str, body: Any) -> tuple[int, dict[str, Any
     return status, json.loads(content)
 
 
-def said(reply: dict[str, Any]) -> str:
+def reply_text(reply: dict[str, Any]) -> str:
     """Return the text of a reply of any API."""
     if "choices" in reply:
         return str(reply["choices"][0]["message"]["content"])
@@ -54,26 +54,26 @@ def said(reply: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("path", FORMS)
-def test_a_field_of_null_is_a_field_that_is_absent(server: ServerProcess, path: str) -> None:
+def test_null_field_is_treated_as_absent(server: ServerProcess, path: str) -> None:
     body = FORMS[path](TALK)
     status, reply = ask(server, path, {**dict.fromkeys(NULLS), **body})
     assert status == 200, reply
-    assert said(reply) == said(ask(server, path, body)[1])
+    assert reply_text(reply) == reply_text(ask(server, path, body)[1])
 
 
-def test_a_text_completion_may_have_fields_of_null(server: ServerProcess) -> None:
+def test_text_completion_accepts_null_fields(server: ServerProcess) -> None:
     status, _ = ask(server, "/v1/completions", {**dict.fromkeys(NULLS), "prompt": "Hi."})
     assert status == 200
 
 
 @pytest.mark.parametrize("path", [CHAT, "/chat/completions", "/v1/completions"])
-def test_a_query_does_not_change_the_path(server: ServerProcess, path: str) -> None:
+def test_query_string_does_not_change_the_route(server: ServerProcess, path: str) -> None:
     body = {"messages": TALK, "prompt": "Hi.", "max_tokens": 2}
     assert ask(server, f"{path}?api-version=2024-10-21", body)[0] == 200
 
 
 @pytest.mark.parametrize(
-    ("fields", "status", "says"),
+    ("fields", "status", "message"),
     [
         ({"model": "m" * 300}, 404, "there is no model mmm"),
         ({"model": "org/" + "m" * 5000}, 404, "there is no model org/mmm"),
@@ -87,21 +87,21 @@ def test_a_query_does_not_change_the_path(server: ServerProcess, path: str) -> N
         ({"adapters": "a" * 300}, 404, "there is no adapter aaa"),
     ],
 )
-def test_a_model_that_is_not_there_leaves_the_one_that_is(
-    server: ServerProcess, fields: dict[str, Any], status: int, says: str
+def test_request_for_a_missing_model_keeps_the_loaded_model(
+    server: ServerProcess, fields: dict[str, Any], status: int, message: str
 ) -> None:
     server.chat(TALK, max_tokens=2)
     n_loads = server.log.count("a token, keys ")
     assert n_loads
-    found, reply = ask(server, CHAT, {"messages": TALK, "max_tokens": 2, **fields})
-    assert (found, says in reply["error"]["message"]) == (status, True), reply
+    actual, reply = ask(server, CHAT, {"messages": TALK, "max_tokens": 2, **fields})
+    assert (actual, message in reply["error"]["message"]) == (status, True), reply
     assert len(reply["error"]["message"]) < 300
     assert server.chat(TALK, max_tokens=2).completion_tokens == 2
     assert server.log.count("a token, keys ") == n_loads
 
 
 @pytest.mark.parametrize("path", FORMS)
-def test_a_number_of_many_digits_is_a_clear_error(server: ServerProcess, path: str) -> None:
+def test_number_with_too_many_digits_gets_a_clear_error(server: ServerProcess, path: str) -> None:
     body = json.dumps(FORMS[path](TALK))[:-1] + ', "seed": ' + "9" * 5000 + "}"
     connection_status, reply = post(server, path, body.encode())
     assert connection_status == 400
@@ -118,15 +118,15 @@ def post(server: ServerProcess, path: str, body: bytes) -> tuple[int, dict[str, 
         connection.close()
 
 
-# The beginning of a reply.
+# Replies that continue a message.
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
-def test_a_reply_continues_the_assistants_last_message(
+def test_reply_continues_the_last_assistant_message(
     scripted_server: ScriptedServer, path: str, stream: bool
 ) -> None:
-    """With the space that its first word begins with; the next turn finds all of it."""
+    """The first word keeps its leading space, and the next turn reuses the whole reply."""
     begun = [user(f"What is it? {path} {stream}"), answer("The answer is")]
     scripted_server.say(" forty two.")
     body = {**FORMS[path](begun), "max_tokens": 20, "stream": stream}
@@ -144,7 +144,7 @@ def test_a_reply_continues_the_assistants_last_message(
         parts += [event["delta"].get("text") for event in events if "delta" in event]
         text = "".join(part or "" for part in parts)
     else:
-        text = said(ask(scripted_server.process, path, body)[1])
+        text = reply_text(ask(scripted_server.process, path, body)[1])
     assert text == " forty two."
     whole = [begun[0], answer("The answer is forty two."), user("Sure?")]
     scripted_server.say("Yes.")
@@ -153,7 +153,9 @@ def test_a_reply_continues_the_assistants_last_message(
     assert reply.prompt_tokens - reply.cached_tokens < n_new
 
 
-def test_a_beginning_that_ends_with_a_space_is_refused(scripted_server: ScriptedServer) -> None:
+def test_assistant_message_with_a_trailing_space_is_refused(
+    scripted_server: ScriptedServer,
+) -> None:
     body = FORMS[MESSAGES]([user(), answer("The answer is ")])
     status, reply = ask(scripted_server.process, MESSAGES, body)
     says = "messages[1]: final assistant content cannot end with trailing whitespace"
@@ -163,10 +165,10 @@ def test_a_beginning_that_ends_with_a_space_is_refused(scripted_server: Scripted
 # Conversations.
 
 
-def test_a_long_conversation_with_adapted_messages_is_reused(
+def test_conversation_with_adapted_messages_is_reused_at_each_turn(
     started: StartServer, models_dir: Path
 ) -> None:
-    """Every turn reuses all that the earlier turn has computed, also after a restart."""
+    """Every turn reuses the whole earlier prompt, also after a restart."""
     model = make_tiny_model(models_dir / "mistral", chat_template=SHAPES["mistral"])
     server = started.with_plugin(model)
     talk: list[Message] = []
@@ -189,12 +191,12 @@ def test_every_history_is_served_over_every_api(
 ) -> None:
     """If stock serves a history, its reply is the same."""
     model = make_tiny_model(models_dir / shape, chat_template=SHAPES[shape])
-    begin = (
+    starts = (
         lambda: start_server(model),
         lambda: start_server.with_plugin(model, *FULL_PRECISION),
     )
     with ThreadPoolExecutor(2) as pool:
-        stock, ours = (each.result() for each in [pool.submit(one) for one in begin])
+        stock, ours = (future.result() for future in [pool.submit(start) for start in starts])
     n_same = 0
     long = {"arguments of many digits", "arguments nested deeply"}
     for name, history in HISTORIES.items():
@@ -206,12 +208,12 @@ def test_every_history_is_served_over_every_api(
             if path != CHAT:
                 continue
             try:
-                expected, its_reply = ask(stock, path, form(history))
+                expected, stock_reply = ask(stock, path, form(history))
             except HTTPException:  # such as a prompt without tokens
-                expected, its_reply = 0, {}
+                expected, stock_reply = 0, {}
             hides_system = any(message["role"] == "system" for message in history[1:])
             if expected == 200 and not (shape == "harmony" and hides_system):
-                assert said(reply) == said(its_reply), name
+                assert reply_text(reply) == reply_text(stock_reply), name
                 n_same += 1
             if not stock.healthy():
                 stock.restart(kill=True)

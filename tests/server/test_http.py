@@ -1,4 +1,4 @@
-"""The HTTP side of a real server: what it lists, and clients that misbehave."""
+"""The HTTP side of a real server: the list of models, streams, and clients that misbehave."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def server(started: StartServer, tiny_model: Path) -> ServerProcess:
     return started.with_plugin(tiny_model, env={"HF_HUB_CACHE": str(no_cache)})
 
 
-def test_the_loaded_model_is_listed_where_nothing_was_downloaded(
+def test_loaded_model_is_listed_without_a_download_cache(
     server: ServerProcess, tiny_model: Path
 ) -> None:
     own, alias = str(tiny_model.resolve()), f"claude-{tiny_model.name}"
@@ -48,16 +48,16 @@ def test_the_loaded_model_is_listed_where_nothing_was_downloaded(
 
 
 @pytest.mark.parametrize(
-    ("path", "asks", "kind"),
+    ("path", "fields", "kind"),
     [
         (CHAT, {"messages": USER}, "chat.completion.chunk"),
         ("/v1/completions", {"prompt": "Hello?"}, "text_completion"),
     ],
 )
-def test_every_chunk_of_a_stream_has_one_type(
-    server: ServerProcess, path: str, asks: dict[str, object], kind: str
+def test_all_chunks_of_a_stream_have_the_same_type(
+    server: ServerProcess, path: str, fields: dict[str, object], kind: str
 ) -> None:
-    body = {**asks, "max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}}
+    body = {**fields, "max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}}
     chunks = [json.loads(data) for _, data in server.events(path, body) if data != "[DONE]"]
     assert {chunk["object"] for chunk in chunks} == {kind}
     assert "usage" in chunks[-1]
@@ -74,7 +74,7 @@ ASKS: dict[str, dict[str, object]] = {
 @every_pair(
     stream=[True, False], model=["gpt-5", "no/such-model", "/no/such folder"], path=list(ASKS)
 )
-def test_a_model_that_is_not_there_is_named_beside_the_one_that_is(
+def test_error_for_a_missing_model_names_the_loaded_model(
     server: ServerProcess, path: str, model: str, stream: bool
 ) -> None:
     n_loaded = server.log.count("kvpersist: the store")
@@ -84,7 +84,7 @@ def test_a_model_that_is_not_there_is_named_beside_the_one_that_is(
         f"there is no model {model}; this server has {server.model}; ask for default_model",
     )
     assert server.chat(USER, max_tokens=1).completion_tokens == 1
-    assert server.log.count("kvpersist: the store") == n_loaded  # it was not loaded again
+    assert server.log.count("kvpersist: the store") == n_loaded  # the model was not loaded again
 
 
 def name_of(path: Path) -> str:
@@ -96,18 +96,18 @@ def name_of(path: Path) -> str:
         return "closed meanwhile"
 
 
-def held(server: ServerProcess) -> dict[str, list[str]]:
+def open_resources(server: ServerProcess) -> dict[str, list[str]]:
     """Return the server process's open files ("fd"), or its threads ("task")."""
     process = Path("/proc") / str(server.pid)
     return {kind: [name_of(path) for path in process.glob(f"{kind}/*")] for kind in ("fd", "task")}
 
 
 def wait_for_release(server: ServerProcess, kind: str, before: list[str]) -> None:
-    """Return when the server has no more of a kind than before; otherwise fail with the surplus."""
+    """Wait until the server has no more of a kind than before; if not, fail with the surplus."""
     try:
-        wait_until(lambda: len(held(server)[kind]) <= len(before), kind, 90)
+        wait_until(lambda: len(open_resources(server)[kind]) <= len(before), kind, 90)
     except AssertionError:
-        more = Counter(held(server)[kind])
+        more = Counter(open_resources(server)[kind])
         more.subtract(before)
         raise AssertionError(f"{kind}: {len(before)} before, now more of {+more}") from None
 
@@ -123,7 +123,7 @@ def post(body: bytes, length: int | None = None) -> bytes:
     return b"POST %s HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (CHAT.encode(), n, body)
 
 
-def test_polls_and_broken_connections_leave_nothing_behind(server: ServerProcess) -> None:
+def test_polls_and_broken_connections_leak_no_threads_or_files(server: ServerProcess) -> None:
     paths = ("/health", "/v1/kvpersist/stats", "/v1/kvpersist/requests", "/v1/models", "/nothing")
     streamed = json.dumps({"messages": USER, "max_tokens": 50, "stream": True}).encode()
 
@@ -134,7 +134,7 @@ def test_polls_and_broken_connections_leave_nothing_behind(server: ServerProcess
         list(pool.map(poll, range(20)))
     server.chat(USER, max_tokens=2)
     wait_for_writer(server)
-    before = held(server)
+    before = open_resources(server)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(poll, range(300)))
     half_sent = (
@@ -159,13 +159,13 @@ def test_polls_and_broken_connections_leave_nothing_behind(server: ServerProcess
         if n % 3 == 0:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         connection.close()
-    for kind, held_before in before.items():
-        wait_for_release(server, kind, held_before)
+    for kind, names_before in before.items():
+        wait_for_release(server, kind, names_before)
     assert server.chat(USER, max_tokens=2).completion_tokens > 0
     assert "Traceback" not in server.log
 
 
-def test_a_client_that_sends_nothing_is_disconnected(
+def test_idle_and_incomplete_requests_time_out(
     start_server: StartServer, tiny_model: Path, tmp_path: Path
 ) -> None:
     launcher = tmp_path / "impatient.py"

@@ -1,4 +1,4 @@
-"""Images in conversations, on each API, with a model of text and with one that reads images."""
+"""Images in conversations, on each API, with a text model and with a vision model."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def counts(server: ServerProcess, path: str, talk: Talk) -> tuple[int, int]:
 
 
 @pytest.fixture(scope="module")
-def of_text(started: StartServer, models_dir: Path) -> ServerProcess:
+def text_server(started: StartServer, models_dir: Path) -> ServerProcess:
     return started.with_plugin(make_thinking_model(models_dir / "text-only"))
 
 
@@ -153,7 +153,7 @@ def start_vision(vision_model: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def of_images(started: StartServer, start_vision: Any) -> ServerProcess:
+def vision_server(started: StartServer, start_vision: Any) -> ServerProcess:
     made: ServerProcess = start_vision(started)
     return made
 
@@ -169,16 +169,18 @@ def of_images(started: StartServer, start_vision: Any) -> ServerProcess:
         [("user", "Read all."), ("call",), ("result", "Read."), ("user", Image)],
     ],
 )
-def test_a_model_of_text_is_told_of_an_image_in_one_line(
-    of_text: ServerProcess, path: str, talk: Talk
+def test_text_model_reads_one_line_instead_of_an_image(
+    text_server: ServerProcess, path: str, talk: Talk
 ) -> None:
-    n_prompt, _ = counts(of_text, path, talk)
+    n_prompt, _ = counts(text_server, path, talk)
     in_words = [(kind, *(text_of(given, i) for i in range(len(given)))) for kind, *given in talk]
-    assert counts(of_text, path, in_words) == (n_prompt, n_prompt - 1)
+    assert counts(text_server, path, in_words) == (n_prompt, n_prompt - 1)
     later = [*talk, ("assistant", "I see."), ("user", "Go on.")]
-    n_later, n_reused = counts(of_text, path, later)
+    n_later, n_reused = counts(text_server, path, later)
     assert n_later > n_prompt and n_reused >= n_prompt - 5
-    assert counts(of_text, path, [*later, ("assistant", "Yes."), ("user", "More.")])[1] >= n_reused
+    assert (
+        counts(text_server, path, [*later, ("assistant", "Yes."), ("user", "More.")])[1] >= n_reused
+    )
 
 
 def text_of(given: list[Any], i: int) -> str:
@@ -187,13 +189,13 @@ def text_of(given: list[Any], i: int) -> str:
 
 
 @every_api
-def test_a_model_of_text_refuses_an_image_in_the_question(
-    of_text: ServerProcess, path: str
+def test_text_model_refuses_an_image_in_the_newest_message(
+    text_server: ServerProcess, path: str
 ) -> None:
     talk: Talk = [("user", "Hi."), ("assistant", "Hello."), ("user", "What is this?", Image)]
-    status, answer = ask(of_text, path, talk)
+    status, answer = ask(text_server, path, talk)
     assert (status, answer["error"]["message"]) == (400, NEWEST)
-    assert counts(of_text, path, [*talk, ("user", "Then not.")])[0] > 0
+    assert counts(text_server, path, [*talk, ("user", "Then not.")])[0] > 0
 
 
 @every_api
@@ -206,14 +208,14 @@ def test_a_model_of_text_refuses_an_image_in_the_question(
         [("user", "Read it."), ("call",), ("result", Image), ("assistant", "A."), ("user", "?")],
     ],
 )
-def test_a_model_of_images_reads_them_wherever_they_stand(
-    of_images: ServerProcess, path: str, talk: Talk
+def test_vision_model_reads_images_in_any_message(
+    vision_server: ServerProcess, path: str, talk: Talk
 ) -> None:
     twice = [
         (kind, *(each for part in given for each in [part] * (1 + (part is Image))))
         for kind, *given in talk
     ]
-    n_one, n_two = counts(of_images, path, talk)[0], counts(of_images, path, twice)[0]
+    n_one, n_two = counts(vision_server, path, talk)[0], counts(vision_server, path, twice)[0]
     assert n_two - n_one == 3 * sum(part is Image for _, *given in talk for part in given)
 
 
@@ -225,7 +227,7 @@ def letters_only(model: Path) -> dict[str, float]:
     return {str(i): -100.0 for i, text in texts.items() if not re.fullmatch(" [a-zA-Z]", text)}
 
 
-class Shown:
+class ImageTalk:
     """A conversation about pictures that sends its replies back."""
 
     def __init__(self, store: Path, session: str, model: Path) -> None:
@@ -245,7 +247,7 @@ class Shown:
         self.messages.append({"role": "assistant", "content": reply.text})
         self.reused.append(reply.cached_tokens)
         self.prompts.append(reply.prompt_tokens)
-        known = reply.prompt_tokens + reply.completion_tokens - 1  # the last token was not fed
+        known = reply.prompt_tokens + reply.completion_tokens - 1  # the last token was not computed
         wait_until(lambda: n_tokens(self.store, self.session) >= known, f"{known} tokens")
         wait_for_reply(server)
         return reply.text
@@ -267,9 +269,9 @@ TURNS = {
 def test_conversations_with_images_survive_kill_9(
     start_server: StartServer, start_vision: Any, vision_model: Path, precision: tuple[str, ...]
 ) -> None:
-    """Each reply is as if all were computed, and no known token is computed again."""
+    """Each reply equals a reply without reuse, and no stored token is computed again."""
     server = start_vision(start_server, *precision)
-    talks = {name: Shown(start_server.store, name, vision_model) for name in TURNS}
+    talks = {name: ImageTalk(start_server.store, name, vision_model) for name in TURNS}
     replies: dict[str, list[str]] = {name: [] for name in TURNS}
     for number in range(3):
         for name, talk in talks.items():
@@ -286,7 +288,7 @@ def test_conversations_with_images_survive_kill_9(
     server.stop()
     cold: ServerProcess
     if precision:
-        cold = start_server(vision_model, launcher=server.launcher)  # stock's
+        cold = start_server(vision_model, launcher=server.launcher)  # stock
     else:
         folder = str(start_server.store.with_name("another"))
         cold = start_vision(start_server, "--kvpersist-dir", folder)
@@ -299,22 +301,22 @@ def test_conversations_with_images_survive_kill_9(
 
 
 @pytest.mark.slow
-def test_the_commands_know_a_store_with_images(
+def test_commands_export_import_and_rebuild_conversations_with_images(
     start_server: StartServer,
     start_vision: Any,
     vision_model: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Exported, deleted, imported and indexed again it is the same conversation."""
+    """After export, deletion, import and a rebuilt index, the conversation is the same."""
     server = start_vision(start_server)
-    talk = Shown(start_server.store, "shown", vision_model)
+    talk = ImageTalk(start_server.store, "shown", vision_model)
     talk.turn(server, "What is this?", picture(*LARGE))
     talk.turn(server, "", picture(*SMALL), picture(*WIDE))  # a reply comes right after an image
     talk.turn(server, "And now?")
     assert talk.reused[2] >= talk.prompts[1] - 1
     run = CommandLine(start_server.store, capsys)
-    assert "shown" in {one["session"] for one in run.json("why")}
+    assert "shown" in {record["session"] for record in run.json("why")}
     server.stop()
     file = tmp_path / "shown.kv"
     shown = run.json("sessions", "show", "shown")
@@ -329,7 +331,7 @@ def test_the_commands_know_a_store_with_images(
     assert [again[name] for name in ("tokens", "chain")] == [shown["tokens"], shown["chain"]]
     server.restart()
     talk.turn(server, "Sure?")
-    # Neither the file nor a rebuilt index has ids that replies alone spell in another way.
+    # The exported file and a rebuilt index do not have the ids of earlier replies.
     assert talk.reused[3] >= talk.prompts[0] - 1
 
 
@@ -340,14 +342,14 @@ def spelled(message: Message) -> Message:
     return message
 
 
-def test_an_image_is_the_same_however_it_comes_and_another_with_one_pixel_changed(
+def test_image_reuse_depends_on_pixels_not_on_format_or_transport(
     start_server: StartServer,
     start_vision: Any,
     vision_model: Path,
     served: Callable[[bytes], str],
 ) -> None:
     server = start_vision(start_server)
-    talk = Shown(start_server.store, "ways", vision_model)
+    talk = ImageTalk(start_server.store, "ways", vision_model)
     first = picture(*WIDE)
     talk.turn(server, "What is this?", first)
 
@@ -394,8 +396,8 @@ def served() -> Iterator[Callable[[bytes], str]]:
         server.server_close()
 
 
-def test_an_image_is_not_kept_where_that_is_asked(of_images: ServerProcess) -> None:
+def test_images_are_not_stored_if_the_request_forbids_it(vision_server: ServerProcess) -> None:
     path, talk = "/v1/chat/completions", [("user", Image, "A secret.")]
     for _ in range(2):
-        status, answer = ask(of_images, path, talk, **{"X-KVPersist-Keep": "no"})
+        status, answer = ask(vision_server, path, talk, **{"X-KVPersist-Keep": "no"})
         assert (status, answer["usage"]["prompt_tokens_details"]["cached_tokens"]) == (200, 0)

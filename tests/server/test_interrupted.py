@@ -1,4 +1,4 @@
-"""A reply that its client interrupts is a turn: the next prompt continues where it stopped."""
+"""An interrupted reply is a stored turn: the next prompt reuses the text that the client read."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ CHAT = "/v1/chat/completions"
 ASK: Message = {"role": "user", "content": "What does the west tower see? " + synthetic_text(300)}
 NEXT: Message = {"role": "user", "content": "[Request interrupted by user]\nGo on."}
 N_READ = 250
-"""Tokens that are read before the client leaves."""
+"""Tokens that the client reads before it disconnects."""
 N_NEXT = 40
-"""The next message, with what the template writes around it, has fewer tokens."""
+"""An upper bound for the tokens of the next message and the template's text around it."""
 APIS = {
     "chat": (CHAT, "messages", "max_tokens"),
     "messages": ("/v1/messages", "messages", "max_tokens"),
@@ -59,7 +59,7 @@ def texts(
 
 
 def interrupt(server: ServerProcess, path: str, body: dict[str, Any], session: str) -> str:
-    """Read the text of `N_READ` tokens and leave; return it once the turn is saved."""
+    """Read the text of `N_READ` tokens and disconnect; return it after the turn is saved."""
     with closing(texts(server, path, body, session)) as stream:
         read = "".join(next(stream) for _ in range(N_READ))
     wait_for_turn(server, session)
@@ -67,13 +67,15 @@ def interrupt(server: ServerProcess, path: str, body: dict[str, Any], session: s
 
 
 def wait_for_turn(server: ServerProcess, session: str) -> None:
-    """Wait until a turn and then its reply's ids are on disk: a kill would lose them."""
+    """Wait until a turn and the ids of its reply are on disk."""
     wait_until(lambda: n_tokens(store_of(server), session) > 0, f"a turn of {session!r}")
     wait_for_writer(server)
 
 
 @pytest.mark.parametrize("name", APIS)
-def test_what_the_client_has_read_is_reused(scripted_server: ScriptedServer, name: str) -> None:
+def test_text_read_before_a_disconnect_is_reused(
+    scripted_server: ScriptedServer, name: str
+) -> None:
     server, session = scripted_server.process, f"interrupted {name}"
     path, key, n_most = APIS[name]
     scripted_server.say(synthetic_text(9000, seed=32))
@@ -88,10 +90,10 @@ def test_what_the_client_has_read_is_reused(scripted_server: ScriptedServer, nam
     assert int(parse_outcome(headers["x-kvpersist"])["reused"]) >= n_prompt + 0.95 * N_READ
 
 
-def words_alone(model: Path) -> dict[str, float]:
+def word_bias(model: Path) -> dict[str, float]:
     """Return a `logit_bias` with which replies are made of " word" tokens.
 
-    Tokenized again, such a text gives the same ids: a server without a store reads the same.
+    Tokenizing such a text gives the same ids, so a server without a store reads the same prompt.
     """
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
@@ -103,9 +105,9 @@ def _is_word(tokenizer: Tokenizer, token_id: int) -> bool:
     return bool(re.fullmatch(" [a-z]+", tokenizer.decode([token_id])))
 
 
-def test_the_next_reply_is_what_stock_says(started: StartServer, tiny_model: Path) -> None:
+def test_reply_after_an_interruption_equals_stocks(started: StartServer, tiny_model: Path) -> None:
     server = started.with_plugin(tiny_model, *FULL_PRECISION)
-    bias: dict[str, Any] = {"logit_bias": words_alone(tiny_model), "temperature": 0.0}
+    bias: dict[str, Any] = {"logit_bias": word_bias(tiny_model), "temperature": 0.0}
     heed_biases(server)
     text = interrupt(server, CHAT, {"messages": [ASK], "max_tokens": 4000, **bias}, "biased")
     server.restart(kill=True)
@@ -120,9 +122,9 @@ def test_the_next_reply_is_what_stock_says(started: StartServer, tiny_model: Pat
 
 
 def as_produced(text: str) -> list[Message]:
-    """Return the next prompt of a server without a store, with the same ids.
+    """Return the next prompt with which a server without a store reads the same ids.
 
-    The server's detokenizer drops the space in front, which the model has produced.
+    The server's detokenizer has dropped the leading space that the model generated.
     """
     return [ASK, {"role": "assistant", "content": f" {text}"}, NEXT]
 
@@ -131,16 +133,16 @@ def as_produced(text: str) -> list[Message]:
     ("family", "seed"),
     [("llama", 7), ("gemma3_text", None), ("qwen3_next", None), ("mamba2", None)],
 )
-def test_the_next_reply_is_that_of_a_computed_prompt(
+def test_reply_after_an_interruption_is_the_same_without_reuse(
     family: str, seed: int | None, start_server: StartServer, tmp_path: Path
 ) -> None:
-    """Also if requests are served one by one, as with a seed, or from checkpoints."""
+    """Includes requests with a seed, which run alone, and models with checkpoints."""
     model = make_zoo_model(tmp_path / "model", family)
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     config["max_position_embeddings"] = 8192
     (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
     server = start_server.with_plugin(model)
-    sampling: dict[str, Any] = {"logit_bias": words_alone(model), "temperature": 0.0, "seed": seed}
+    sampling: dict[str, Any] = {"logit_bias": word_bias(model), "temperature": 0.0, "seed": seed}
     heed_biases(server)
     text = interrupt(server, CHAT, {"messages": [ASK], "max_tokens": 4000, **sampling}, "biased")
     heed_biases(server)
@@ -152,7 +154,7 @@ def test_the_next_reply_is_that_of_a_computed_prompt(
     assert reply.cached_tokens > (0.95 * N_READ if family == "llama" else 0.8 * n_prompt)
 
 
-def test_a_client_that_left_without_streaming_finds_its_prompt(
+def test_prompt_of_a_disconnected_non_streaming_client_is_reused(
     started: StartServer, tiny_model: Path
 ) -> None:
     server = started.with_plugin(tiny_model)
@@ -194,7 +196,7 @@ serve(sys.argv[1:])
 
 
 @pytest.mark.parametrize("seed", [None, 7], ids=["batched", "alone"])
-def test_the_next_prompt_may_come_as_soon_as_the_client_has_left(
+def test_prompt_sent_right_after_a_disconnect_reuses_the_reply(
     start_server: StartServer, tiny_model: Path, tmp_path: Path, seed: int | None
 ) -> None:
     launcher = tmp_path / "slow.py"

@@ -35,32 +35,34 @@ def rows(store: Path) -> dict[str, list[Any]]:
     with closing(sqlite3.connect(store / "index.sqlite", timeout=30)) as db:
         tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE sql LIKE "
                                                  "'CREATE TABLE%'")]  # fmt: skip
-        found = {}
+        rows_by_table = {}
         for table in tables:
-            about = db.execute(f"PRAGMA table_info({table})")
-            columns = [name for _, name, *_ in about if name != "used"]
-            found[table] = db.execute(f"SELECT {', '.join(columns)} FROM {table}").fetchall()
-        return found
+            table_info = db.execute(f"PRAGMA table_info({table})")
+            columns = [name for _, name, *_ in table_info if name != "used"]
+            rows_by_table[table] = db.execute(
+                f"SELECT {', '.join(columns)} FROM {table}"
+            ).fetchall()
+        return rows_by_table
 
 
-def held(server: ServerProcess, store: Path) -> tuple[Any, ...]:
-    """Return all that the server and its store have of requests, once the writer is at rest."""
+def recorded_state(server: ServerProcess, store: Path) -> tuple[Any, ...]:
+    """Wait for the writer; return the data of requests in the server and its store."""
     wait_for_writer(server)
     notes = {path.name: path.read_bytes() for path in (store / "sessions").glob("*")}
-    found = stats(server)["store"]
-    ram = found["tiers"]["ram"]
-    del ram["reused_tokens"]  # of requests that keep nothing, too
-    return rows(store), block_files(store), notes, ram, found["turns_saved"]
+    store_stats = stats(server)["store"]
+    ram = store_stats["tiers"]["ram"]
+    del ram["reused_tokens"]  # also counts requests that are not kept
+    return rows(store), block_files(store), notes, ram, store_stats["turns_saved"]
 
 
-def test_it_uses_what_is_stored_and_stores_nothing(
+def test_unkept_request_uses_stored_blocks_and_stores_nothing(
     started: StartServer, server: ServerProcess
 ) -> None:
     first = server.chat([SYSTEM, ASK], "kept")
     wait_for_reply(server)
-    before = held(server, started.store)
+    before = recorded_state(server, started.store)
     assert before[0]["blocks"] and before[0]["sessions"] and before[1]
-    # Not the reply's own text, so that a server without a store reads the same.
+    # Another text than the reply's, so that a server without a store reads the same ids.
     answer: Message = {"role": "assistant", "content": "It sees the sea."}
     # Long enough that full blocks would be written before the reply has ended.
     more: Message = {"role": "user", "content": synthetic_text(900, seed=22)}
@@ -71,30 +73,32 @@ def test_it_uses_what_is_stored_and_stores_nothing(
     restored, again = replies
     assert restored.cached_tokens == first.prompt_tokens
     assert restored.kvpersist["outcome"] == "DIVERGE" and restored.kvpersist["kept"] == "no"
-    # The second request finds nothing of the first, and neither changes the store.
+    # The second request reuses nothing of the first, and neither request changes the store.
     assert again.cached_tokens == restored.cached_tokens
-    assert held(server, started.store) == before
-    # It replied as a server that has nothing to restore.
+    assert recorded_state(server, started.store) == before
+    # The reply equals that of a namespace with nothing to restore.
     alone = server.chat(talk, headers={**NO, "X-KVPersist-Namespace": "alone"})
     assert (alone.cached_tokens, alone.text) == (0, restored.text) and restored.text == again.text
     (record,) = (
-        each
-        for each in json.loads(server.request("GET", "/v1/kvpersist/requests")[2])
-        if each["id"] == restored.headers["x-kvpersist-request"]
+        entry
+        for entry in json.loads(server.request("GET", "/v1/kvpersist/requests")[2])
+        if entry["id"] == restored.headers["x-kvpersist-request"]
     )
     assert record["kept"] is False and ", not kept, session" in record["sentence"]
-    # A request that is stored finds nothing of it either, and is found itself.
+    # A kept request also reuses nothing of the others, and is itself reused.
     kept = server.chat(talk, "kept")
     assert kept.cached_tokens == restored.cached_tokens and kept.text == restored.text
     assert "kept" not in kept.kvpersist
     assert server.chat(talk, headers=NO).kvpersist["outcome"] == "EXACT"
 
 
-def test_nothing_quotes_it(started: StartServer, server: ServerProcess) -> None:
-    """Its text parts from a stored one: `why` says where, and quotes neither."""
+def test_text_of_an_unkept_request_is_neither_stored_nor_quoted(
+    started: StartServer, server: ServerProcess
+) -> None:
+    """The record has the position of the divergence, but not the text of the prompt."""
     server.chat([SYSTEM, {"role": "user", "content": "At noon the lamps are lit."}])
-    asked: Message = {"role": "user", "content": "At noon the heron sleeps."}
-    reply = server.chat([SYSTEM, asked], headers=NO, max_tokens=4)
+    question: Message = {"role": "user", "content": "At noon the heron sleeps."}
+    reply = server.chat([SYSTEM, question], headers=NO, max_tokens=4)
     assert reply.kvpersist["outcome"] == "DIVERGE"
     body = server.request("GET", "/v1/kvpersist/requests")[2]
     (record, *_) = json.loads(body)
@@ -104,7 +108,7 @@ def test_nothing_quotes_it(started: StartServer, server: ServerProcess) -> None:
     assert files and not any(b"heron" in path.read_bytes() for path in files)
 
 
-def test_a_value_that_is_neither_yes_nor_no_is_refused(server: ServerProcess) -> None:
+def test_invalid_keep_header_is_refused(server: ServerProcess) -> None:
     body = {"messages": [ASK], "max_tokens": 1}
     status, _, answer = server.request("POST", CHAT, body, {"X-KVPersist-Keep": "maybe"})
     assert status == 400
@@ -113,10 +117,10 @@ def test_a_value_that_is_neither_yes_nor_no_is_refused(server: ServerProcess) ->
     )
 
 
-def test_the_stock_servers_own_cache_keeps_nothing_either(
+def test_unkept_request_is_not_stored_in_stocks_prompt_cache(
     started: StartServer, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """With a draft, a model with windows is not stored; stock's cache has what it served."""
+    """A model with windows and a draft model uses only stock's prompt cache."""
     model = make_zoo_model(tmp_path / "model", "gemma3_text")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "sliding_window": 4096}))

@@ -1,4 +1,4 @@
-"""A client that leaves is one line of the log at INFO, on every API and in every stage."""
+"""A disconnect is one log line at INFO, on every API and in every stage of a request."""
 
 from __future__ import annotations
 
@@ -34,21 +34,23 @@ def server(started: StartServer, tiny_model: Path) -> ServerProcess:
 
 
 @contextmanager
-def quiet(server: ServerProcess, n_leaving: int) -> Iterator[None]:
-    """Check the log of the block: one line for each client that leaves, and no warnings."""
+def expect_disconnect_lines(server: ServerProcess, n_leaving: int) -> Iterator[None]:
+    """Check the log of the block: one line for each disconnected client, and no warnings."""
     start = len(server.log)
 
-    def left() -> list[str]:
+    def disconnect_lines() -> list[str]:
         return re.findall(r" - INFO - kvpersist: the client .*left", server.log[start:])
 
     yield
-    wait_until(lambda: len(left()) >= n_leaving, f"{n_leaving} lines of the log")
-    time.sleep(0.1)  # a second line would come
+    wait_until(lambda: len(disconnect_lines()) >= n_leaving, f"{n_leaving} lines of the log")
+    time.sleep(0.1)  # a second line would be logged now
     added = server.log[start:]
-    assert len(left()) == n_leaving, added
+    assert len(disconnect_lines()) == n_leaving, added
     assert not re.search(r" - (WARNING|ERROR|CRITICAL) - |Traceback|Exception", added), added
     for path in APIS:
-        assert sum(f"POST {path} left" in line for line in left()) == n_leaving // len(APIS)
+        assert sum(f"POST {path} left" in line for line in disconnect_lines()) == n_leaving // len(
+            APIS
+        )
 
 
 def send(server: ServerProcess, path: str, **changes: Any) -> socket.socket:
@@ -60,9 +62,9 @@ def send(server: ServerProcess, path: str, **changes: Any) -> socket.socket:
 
 
 @STREAMS
-def test_in_a_reply(server: ServerProcess, stream: bool) -> None:
+def test_disconnect_during_a_reply_logs_one_line(server: ServerProcess, stream: bool) -> None:
     start = len(server.log)
-    with quiet(server, len(APIS)):
+    with expect_disconnect_lines(server, len(APIS)):
         clients = [send(server, path, stream=stream) for path in APIS]
         wait_until(lambda: n_computed(server, start) == len(APIS), "replies")
         for client in clients:
@@ -71,9 +73,9 @@ def test_in_a_reply(server: ServerProcess, stream: bool) -> None:
 
 
 @STREAMS
-def test_in_the_queue(server: ServerProcess, stream: bool) -> None:
-    """A request with a seed is served alone, and the others wait for its end."""
-    with quiet(server, len(APIS)), ThreadPoolExecutor(1) as pool:
+def test_disconnect_in_the_queue_logs_one_line(server: ServerProcess, stream: bool) -> None:
+    """A request with a seed is served alone, and other requests wait for its end."""
+    with expect_disconnect_lines(server, len(APIS)), ThreadPoolExecutor(1) as pool:
         start = len(server.log)
         alone = pool.submit(server.chat, USER, seed=1, max_tokens=500)
         wait_until(lambda: n_computed(server, start) == 1, "the reply that is served alone")
@@ -84,15 +86,15 @@ def test_in_the_queue(server: ServerProcess, stream: bool) -> None:
 
 
 def long(path: str, seed: int, n_chars: int = 20_000) -> dict[str, Any]:
-    """Return the field of a request that makes its prompt long."""
+    """Return a field of a request, with a long prompt."""
     text = synthetic_text(n_chars, seed=seed)
     (name,) = {"messages", "prompt", "input"} & set(APIS[path])
     return {name: [{"role": "user", "content": text}] if name == "messages" else text}
 
 
 @STREAMS
-def test_in_the_prefill(server: ServerProcess, stream: bool) -> None:
-    with quiet(server, len(APIS)):
+def test_disconnect_during_prefill_logs_one_line(server: ServerProcess, stream: bool) -> None:
+    with expect_disconnect_lines(server, len(APIS)):
         clients = [
             send(server, path, stream=stream, **long(path, 2 * n + stream))
             for n, path in enumerate(APIS)
@@ -103,21 +105,21 @@ def test_in_the_prefill(server: ServerProcess, stream: bool) -> None:
 
 
 @STREAMS
-def test_while_a_conversation_is_restored(server: ServerProcess, stream: bool) -> None:
+def test_disconnect_during_a_restore_logs_one_line(server: ServerProcess, stream: bool) -> None:
     asks = {path: long(path, 100 + n, 3000) for n, path in enumerate(APIS)}
     for path, ask in asks.items():
-        one = {"max_output_tokens" if "input" in ask else "max_tokens": 1}
-        assert server.request("POST", path, {**APIS[path], **ask, **one})[0] == 200
+        limit = {"max_output_tokens" if "input" in ask else "max_tokens": 1}
+        assert server.request("POST", path, {**APIS[path], **ask, **limit})[0] == 200
     server.restart()
     server.warm_up()
-    with quiet(server, len(APIS)):
+    with expect_disconnect_lines(server, len(APIS)):
         clients = [send(server, path, stream=stream, **ask) for path, ask in asks.items()]
         time.sleep(0.02)
         for client in clients:
             client.close()
 
 
-def test_before_the_request_is_whole(server: ServerProcess) -> None:
+def test_disconnect_before_the_request_is_complete_logs_no_warning(server: ServerProcess) -> None:
     start = len(server.log)
     for sent in (b"", b"GET /hea", b"POST /v1/messages HTTP/1.1\r\nContent-Length: 9\r\n\r\n{"):
         client = socket.create_connection(("127.0.0.1", server.port or 0), timeout=30)

@@ -1,6 +1,6 @@
-"""The same bytes to a stock server and to one with the plugin: the same answers.
+"""A stock server and a server with the plugin answer the same bytes equally.
 
-The table of docs/api.md lists the wanted differences and their reasons.
+The table of docs/api.md lists the intended differences and their reasons.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TABLE = Path(__file__).parents[2] / "docs" / "api.md"
 WRONG_FIELDS = pytest.mark.skipif(not answers_wrong_fields(), reason="stock fails")
 CLOSED = "closes the connection"
-"""The table's word for a server that answers nothing."""
+"""The table's words for a server that sends no answer."""
 HALF_CLOSE = None
 """A step of a conversation: the client closes its sending side."""
 Step = bytes | float | None
@@ -37,7 +37,7 @@ def chat(**fields: object) -> bytes:
 def request(
     body: bytes, *headers: str, target: str = f"POST {CHAT}", version: str = "1.1", **length: object
 ) -> bytes:
-    """Return a request with a body; `length` is its Content-Length, None for none."""
+    """Return a request with a body; `length` is its Content-Length; None omits the header."""
     stated = length.get("length", len(body))
     lines = [f"{target} HTTP/{version}", "Host: localhost", *headers]
     if stated is not None:
@@ -155,7 +155,7 @@ FIELDS: dict[str, list[Step]] = {
     "stream of a wrong type": [request(chat(stream="yes"))],
     "bias": [request(chat(logit_bias={"a": 1}))],
 }
-"""Requests with a field of a wrong type or range; the answers are the same, too."""
+"""Requests with a field of a wrong type or range; these answers are the same, too."""
 
 DIFFERENT: dict[str, dict[str, list[Step]]] = {
     "a query after the path": {"query": [request(ONE, target=f"POST {CHAT}?api-version=2024")]},
@@ -212,21 +212,21 @@ DIFFERENT: dict[str, dict[str, list[Step]]] = {
 @pytest.fixture(scope="module")
 def servers(started: StartServer, tiny_model: Path) -> Iterator[list[ServerProcess]]:
     """A stock server, and a server with the plugin in stock's precision."""
-    begin = (
+    starts = (
         lambda: started(tiny_model),
         lambda: started.with_plugin(tiny_model, *FULL_PRECISION),
     )
     with ThreadPoolExecutor(2) as pool:
-        servers = [each.result() for each in [pool.submit(one) for one in begin]]
+        servers = [future.result() for future in [pool.submit(start) for start in starts]]
     for server in servers:
         server.warm_up()
     yield servers
 
 
 def answer(server: ServerProcess, steps: list[Step]) -> str:
-    """Return all that a server sends, without what differs from one request to the next.
+    """Return all text that a server sends, without parts that differ between equal requests.
 
-    An error object counts as its message: stock sends only that.
+    An error object is reduced to its message, because stock sends only the message.
     """
     with socket.create_connection(("127.0.0.1", server.port or 0), timeout=30) as connection:
         try:
@@ -238,14 +238,14 @@ def answer(server: ServerProcess, steps: list[Step]) -> str:
                 else:
                     connection.sendall(step)
         except ConnectionError:
-            pass  # the server has seen enough of it
-        came = b""
+            pass  # the server has stopped reading
+        received = b""
         try:
             while part := connection.recv(1 << 16):
-                came += part
+                received += part
         except ConnectionError:
-            pass  # it closed the connection with bytes of ours unread
-    text = came.decode("utf-8", "backslashreplace")
+            pass  # the server closed the connection before it read all bytes
+    text = received.decode("utf-8", "backslashreplace")
     text = re.sub(r"\r\nDate: [^\r]*", r"\r\nDate: …", text)
     text = re.sub(r"\r\nContent-Length: [^\r]*", "", text)
     error = r'\{"error": \{"message": ("(?:[^"\\]|\\.)*"), "type": [^}]*\}\}'
@@ -261,7 +261,7 @@ def status(answered: str) -> str:
 
 
 def table() -> dict[str, list[str]]:
-    """Return the rows of the docs' table by their first column: stock's answer, ours, and why."""
+    """Return the rows of the docs' table by their first column: both answers and the reason."""
     section = TABLE.read_text("utf-8").partition("## Differences from the stock server")[2]
     lines = section[section.index("\n| ") :].split("\n\n")[0].strip().splitlines()[2:]
     rows = [re.split(r"\s*\|\s*", line.strip("| ")) for line in lines]
@@ -269,14 +269,14 @@ def table() -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("steps", ALIKE.values(), ids=ALIKE)
-def test_the_answer_is_stocks(servers: list[ServerProcess], steps: list[Step]) -> None:
+def test_answer_equals_stocks(servers: list[ServerProcess], steps: list[Step]) -> None:
     stock, ours = (answer(server, steps) for server in servers)
     assert ours == stock
 
 
 @WRONG_FIELDS
 @pytest.mark.parametrize("steps", FIELDS.values(), ids=FIELDS)
-def test_the_answer_to_a_wrong_field_is_stocks(
+def test_answer_to_a_wrong_field_equals_stocks(
     servers: list[ServerProcess], steps: list[Step]
 ) -> None:
     stock, ours = (answer(server, steps) for server in servers)
@@ -286,17 +286,17 @@ def test_the_answer_to_a_wrong_field_is_stocks(
 @pytest.mark.parametrize(
     "row", [pytest.param(row, marks=WRONG_FIELDS if "form" in row else ()) for row in DIFFERENT]
 )
-def test_answers_differ_as_the_docs_say(servers: list[ServerProcess], row: str) -> None:
-    said_stock, said_ours, reason = table()[row]
+def test_answers_differ_as_documented(servers: list[ServerProcess], row: str) -> None:
+    documented_stock, documented_ours, reason = table()[row]
     assert reason
     for steps in DIFFERENT[row].values():
         stock, ours = (answer(server, steps) for server in servers)
         assert stock != ours, "the docs name a difference that does not exist"
         fails = status(stock) == CLOSED and not answers_wrong_fields()
-        assert (fails or status(stock) in said_stock) and status(ours) in said_ours
+        assert (fails or status(stock) in documented_stock) and status(ours) in documented_ours
 
 
-def test_the_docs_name_no_other_difference() -> None:
+def test_documented_and_tested_differences_are_the_same() -> None:
     assert set(table()) == set(DIFFERENT)
 
 
@@ -308,11 +308,11 @@ def test_the_docs_name_no_other_difference() -> None:
         ("/v1/responses", {"input": "Hi", "max_output_tokens": 200}),
     ],
 )
-def test_on_other_apis_a_client_that_closes_its_sending_side_gets_its_reply(
+def test_client_that_closes_its_sending_side_gets_its_reply(
     servers: list[ServerProcess], path: str, fields: dict[str, object], stream: bool
 ) -> None:
-    asks = json.dumps({"model": "default_model", "stream": stream, **fields}).encode()
-    sent = request(asks, target=f"POST {path}")
+    body = json.dumps({"model": "default_model", "stream": stream, **fields}).encode()
+    sent = request(body, target=f"POST {path}")
     whole, half_closed = answer(servers[1], [sent]), answer(servers[1], [sent, HALF_CLOSE])
     texts = re.findall(r'"(?:text|delta)": [^}]*', whole)
     assert texts and texts == re.findall(r'"(?:text|delta)": [^}]*', half_closed)

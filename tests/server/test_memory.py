@@ -1,6 +1,6 @@
-"""A memory budget that all clients together exceed: it is kept, and replies are as without it.
+"""If all clients together need more than the memory budget, it is kept, and no reply changes.
 
-`KVPERSIST_TURNS=300 KVPERSIST_TOKENS=4000` makes the first test the long one.
+`KVPERSIST_TURNS=300 KVPERSIST_TOKENS=4000` makes the first test long.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ LARGE = {
     "head_dim": 64,
     "max_position_embeddings": 32_768,
 }
-"""8 or 16 KiB a token: a budget of some hundred MiB then fits a few conversations."""
+"""8 or 16 KiB per token: a few conversations fill a budget of some hundred MiB."""
 LEFT_BYTES = 128 * MIB
-"""The memory that a process may have beyond the account."""
-GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "1048576"}
-"""Otherwise glibc keeps freed arrays of a CPU, as much as the budget again; see docs/disk.md."""
+"""The memory that a process may use beyond the account."""
+MALLOC_ENV = {"MALLOC_MMAP_THRESHOLD_": "1048576"}
+"""Without it, glibc keeps freed arrays on a CPU, up to the budget again; see docs/disk.md."""
 LAUNCHER = """
 import signal
 import sys
@@ -77,12 +77,12 @@ signal.signal(signal.SIGUSR2, raise_it)
 memory.pressure_level = lambda: 4 if time.monotonic() < raised_until_s else 1
 serve(sys.argv[1:])
 """
-"""A server that takes SIGUSR2 for critical pressure on the machine's memory, for ten seconds."""
+"""A server that reports critical memory pressure for ten seconds after SIGUSR2."""
 PARTS = ("caches", "restored", "pool", "held", "records")
 
 
 class Talks:
-    """Sessions whose turns are known, with the replies that they get without a cache."""
+    """Sessions with known turns, and the replies of a server with enough memory."""
 
     def __init__(self, folder: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(CONFIGS, family, {**CONFIGS[family], **LARGE})
@@ -90,23 +90,23 @@ class Talks:
         self._bias = {"logit_bias": whole_characters(self.model)}
         model, _ = load(str(self.model))
         spec = probe_model(model, PrecisionChoice(16, 16))
-        self.takes = SequenceMemory.of(spec, None)
+        self.sequence_memory = SequenceMemory.of(spec, None)
         self.block_bytes = 256 * spec.bytes_per_token + spec.bytes_per_checkpoint
-        self.said: dict[tuple[int, int], str] = {}
+        self.replies: dict[tuple[int, int], str] = {}
 
     def budget(self, n_fit: float) -> int:
         """Return a budget that `n_fit` of the first prompts fill."""
-        row = self.takes.caches_bytes((), [N_TOKENS + LONG_REPLY // 4], ROOM + GROWTH)
-        # An eighth is the pool's, an eighth is for chunks; SQLite and the texts take 32 MiB.
+        row = self.sequence_memory.caches_bytes((), [N_TOKENS + LONG_REPLY // 4], ROOM + GROWTH)
+        # An eighth is for the pool, an eighth for chunks, and 32 MiB for SQLite and texts.
         return int(max(128 * MIB, (n_fit * row + 32 * MIB) * 8 / 6))
 
     def messages(self, number: int, turn: int) -> list[Message]:
         text = synthetic_text(int(N_TOKENS * CHARS_PER_TOKEN), seed=number)
         messages: list[Message] = [{"role": "user", "content": f"{number}: {text}"}]
         for before in range(turn):
-            messages.append({"role": "assistant", "content": self.said[number, before]})
-            said = synthetic_text(60, seed=before)
-            messages.append({"role": "user", "content": f"{before}? {said}"})
+            messages.append({"role": "assistant", "content": self.replies[number, before]})
+            question = synthetic_text(60, seed=before)
+            messages.append({"role": "user", "content": f"{before}? {question}"})
         return messages
 
     def ask(self, server: ServerProcess, number: int, turn: int) -> str:
@@ -116,29 +116,29 @@ class Talks:
         return server.chat(messages, session=f"s{number}", stream=True, **asked).text
 
     def compute(self, server: ServerProcess, n_turns: int) -> None:
-        """Find the replies of the first turns of each session."""
+        """Record the replies of the first turns of each session."""
         for turn in range(n_turns):
             for number in range(N_SESSIONS):
-                self.said[number, turn] = self.ask(server, number, turn)
+                self.replies[number, turn] = self.ask(server, number, turn)
 
 
 class Samples:
-    """The account, and the process's memory, looked at 20 times a second."""
+    """Samples the account and the process's memory 20 times a second."""
 
     def __init__(self, server: ServerProcess) -> None:
         self._server = server
         self.most_bytes = self.most_active = self.most_resident = self.most_waiting = 0.0
         self.n_samples = 0
         self.presses = False
-        """Whether memory gets short as soon as requests wait for it."""
+        """Whether to simulate memory pressure as soon as requests wait for memory."""
         self.total = self._parts()["total"]
         self.before = resident_bytes(server)
 
     def _parts(self) -> dict[str, float]:
         text = self._server.request("GET", "/metrics")[2].decode()
         parts = r'^kvpersist_memory_(?:bytes\{part="(\w+)"\}|(waiting)) (\S+)'
-        found = re.findall(parts, text, re.MULTILINE)
-        return {part or other: float(value) for part, other, value in found}
+        matches = re.findall(parts, text, re.MULTILINE)
+        return {part or other: float(value) for part, other, value in matches}
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -153,13 +153,13 @@ class Samples:
 
     def _take(self, over: threading.Event) -> None:
         while not over.wait(0.05):
-            found = self._parts()
-            self.most_bytes = max(self.most_bytes, sum(found[part] for part in PARTS))
-            self.most_active = max(self.most_active, found["active"] - found["weights"])
+            sample = self._parts()
+            self.most_bytes = max(self.most_bytes, sum(sample[part] for part in PARTS))
+            self.most_active = max(self.most_active, sample["active"] - sample["weights"])
             self.most_resident = max(self.most_resident, resident_bytes(self._server))
-            self.most_waiting = max(self.most_waiting, found["waiting"])
+            self.most_waiting = max(self.most_waiting, sample["waiting"])
             self.n_samples += 1
-            if self.presses and found["waiting"] >= 3:
+            if self.presses and sample["waiting"] >= 3:
                 self.presses = False
                 os.kill(self._server.pid, signal.SIGUSR2)
 
@@ -167,10 +167,10 @@ class Samples:
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_next"])
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_the_sum_stays_within_the_budget(
+def test_memory_in_use_stays_within_the_budget(
     start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    """Eight clients, replies that pause where memory gets short, and two restarts."""
+    """Eight clients, replies that are parked if memory is short, and two restarts."""
     talks, n_turns = Talks(tmp_path, family, monkeypatch), max(3, N_TURNS // N_SESSIONS)
     began_s = time.monotonic()
     plain = start_server.with_plugin(talks.model, *FULL_PRECISION)
@@ -181,7 +181,7 @@ def test_the_sum_stays_within_the_budget(
     launcher = tmp_path / "pressed.py"
     launcher.write_text(LAUNCHER, encoding="utf-8")
     server = start_server.with_plugin(
-        talks.model, *FULL_PRECISION, *more, env=GIVES_BACK, launcher=(str(launcher),)
+        talks.model, *FULL_PRECISION, *more, env=MALLOC_ENV, launcher=(str(launcher),)
     )
     log = Path(server.log_path)
     n_parked = 0
@@ -192,32 +192,32 @@ def test_the_sum_stays_within_the_budget(
         samples = Samples(server)
         samples.presses = not n_start
 
-        def one(number: int, turns: range = turns) -> list[str]:
+        def ask_turns(number: int, turns: range = turns) -> list[str]:
             return [talks.ask(server, number, turn) for turn in turns]
 
         began_s = time.monotonic()
         with samples.taken(), ThreadPoolExecutor(N_CLIENTS) as clients:
-            found = list(clients.map(one, range(N_SESSIONS)))
+            replies = list(clients.map(ask_turns, range(N_SESSIONS)))
         wait_for_writer(server)
         n_parked = log.read_text(encoding="utf-8").count("waits for memory")
-        about = {name: value for name, value in vars(samples).items() if name[0] != "_"}
-        print(f"{time.monotonic() - began_s:.0f} s", turns, about, n_parked, talks.block_bytes)
-        assert found == [[talks.said[i, turn] for turn in turns] for i in range(N_SESSIONS)]
+        numbers = {name: value for name, value in vars(samples).items() if name[0] != "_"}
+        print(f"{time.monotonic() - began_s:.0f} s", turns, numbers, n_parked, talks.block_bytes)
+        assert replies == [[talks.replies[i, turn] for turn in turns] for i in range(N_SESSIONS)]
         assert samples.n_samples > 5
         assert samples.most_bytes <= samples.total + talks.block_bytes
         assert samples.most_active <= samples.total + talks.block_bytes
         assert samples.most_resident - samples.before <= 1.1 * samples.total + LEFT_BYTES
         assert n_start or samples.most_waiting >= N_CLIENTS - N_FIT - 1
-    # Its windows are full before replies are long.
+    # The windows of gemma3_text are full before its replies are long.
     assert n_parked or family == "gemma3_text"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_prompt_beyond_the_budget_is_served_and_nobody_starves(
+def test_prompt_larger_than_the_budget_and_small_prompts_are_served(
     start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It begins when nothing else runs; twenty smaller prompts run before and after it."""
+    """The large prompt runs alone; twenty smaller prompts run before and after it."""
     monkeypatch.setattr(f"{__name__}.N_SESSIONS", 20)
     monkeypatch.setattr(f"{__name__}.N_FIT", 0)
     monkeypatch.setattr(f"{__name__}.N_TOKENS", 150)
@@ -236,5 +236,5 @@ def test_a_prompt_beyond_the_budget_is_served_and_nobody_starves(
     server = start_server.with_plugin(talks.model, *FULL_PRECISION, *more)
     with ThreadPoolExecutor(21) as clients:
         order = [*range(10), 20, *range(10, 20)]
-        found = dict(zip(order, clients.map(partial(ask, server), order), strict=True))
-    assert [found[number] for number in range(21)] == expected
+        replies = dict(zip(order, clients.map(partial(ask, server), order), strict=True))
+    assert [replies[number] for number in range(21)] == expected

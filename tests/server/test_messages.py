@@ -41,7 +41,7 @@ def client(scripted_server: ScriptedServer) -> Iterator[Anthropic]:
 
 
 def n_prompt(usage: Any) -> int:
-    """Return the tokens of a prompt: its three parts add up to it."""
+    """Return the tokens of a prompt: the sum of its three parts."""
     return int(
         usage.input_tokens + usage.cache_creation_input_tokens + usage.cache_read_input_tokens
     )
@@ -52,8 +52,10 @@ def post(server: ScriptedServer, body: Any, path: str = MESSAGES) -> tuple[int, 
     return status, json.loads(answer)
 
 
-def test_a_round_trip_with_a_tool(server: ScriptedServer, client: Anthropic) -> None:
-    """Streamed: every turn after the first reuses all but its new tokens."""
+def test_streamed_tool_turns_reuse_all_earlier_tokens(
+    server: ScriptedServer, client: Anthropic
+) -> None:
+    """Every turn after the first computes only its new tokens."""
     client = client.with_options(default_headers={"X-KVPersist-Namespace": "a round trip"})
     system: Any = [{"type": "text", "text": SYSTEM, "cache_control": MARK}]
     messages: list[Any] = [{"role": "user", "content": "What is in the harbour?"}]
@@ -98,8 +100,10 @@ def test_a_round_trip_with_a_tool(server: ScriptedServer, client: Anthropic) -> 
     assert first[1].input == {"where": "härbour", "deep": [1, None]}
 
 
-def test_whole_replies_and_their_ends(server: ScriptedServer, client: Anthropic) -> None:
-    """Not streamed: end of turn, the limit, a stop sequence; nothing is marked with a cache."""
+def test_replies_that_are_not_streamed_have_the_right_stop_reason(
+    server: ScriptedServer, client: Anthropic
+) -> None:
+    """The replies end with the turn, at max_tokens or at a stop sequence, without cache marks."""
     given: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Which ends?"}]}
     server.say("\n A whole one. \n")
     reply = client.messages.create(max_tokens=50, **given)
@@ -123,10 +127,10 @@ def test_whole_replies_and_their_ends(server: ScriptedServer, client: Anthropic)
     assert (status, answer["stop_reason"]) == (200, "max_tokens")
 
 
-def test_sampled_replies_are_counted_and_reused_as_they_were_spelled(
+def test_sampled_replies_are_reused_with_their_generated_ids(
     server: ScriptedServer, client: Anthropic
 ) -> None:
-    """Their ids are seldom those of their tokenized text."""
+    """Tokenizing the text of such a reply seldom gives its ids."""
     server.say()
     messages: list[Any] = []
     n_before = 0
@@ -142,10 +146,10 @@ def test_sampled_replies_are_counted_and_reused_as_they_were_spelled(
 
 
 @pytest.mark.parametrize("written", ['{"name": "look"}', '["look"]', "{look", '{"name": 1}'])
-def test_a_call_that_cannot_be_read_is_text(
+def test_invalid_tool_call_is_returned_as_text(
     server: ScriptedServer, client: Anthropic, written: str
 ) -> None:
-    """Stock drops it: the client would get an empty turn, or a stream without an end."""
+    """Stock drops such a call: the client gets an empty turn, or a stream without an end."""
     given: Any = {"model": MODEL, "tools": [TOOL], "max_tokens": 90}
     asked: Any = [{"role": "user", "content": "Call it."}]
     text = f"<tool_call>\n{written}\n</tool_call>"
@@ -158,7 +162,7 @@ def test_a_call_that_cannot_be_read_is_text(
 
 
 @pytest.mark.parametrize("ends_itself", [False, True])
-def test_a_call_that_is_cut_off_is_text_as_the_model_wrote_it(
+def test_truncated_tool_call_is_returned_as_text(
     server: ScriptedServer, client: Anthropic, ends_itself: bool
 ) -> None:
     written = call("look", where="there")
@@ -174,10 +178,10 @@ def test_a_call_that_is_cut_off_is_text_as_the_model_wrote_it(
     assert block.text == cut or not ends_itself
 
 
-def test_a_tool_that_must_not_be_called_is_not_there(
+def test_tool_choice_none_removes_the_tools_from_the_prompt(
     server: ScriptedServer, client: Anthropic
 ) -> None:
-    """It is not in the prompt, and a call that the model still writes is text."""
+    """If the model writes a call nevertheless, the call is returned as text."""
     given: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Say it."}]}
     none: Any = {"type": "none"}
     plain = client.messages.count_tokens(**given).input_tokens
@@ -195,10 +199,10 @@ def test_a_tool_that_must_not_be_called_is_not_there(
     assert chats[0].prompt_tokens == plain < chats[1].prompt_tokens
 
 
-def test_a_deferred_tool_stands_where_its_reference_stands(
+def test_deferred_tool_is_rendered_at_its_reference(
     server: ScriptedServer, client: Anthropic
 ) -> None:
-    """The list of tools comes before everything: a new tool in it changes the whole prompt."""
+    """In the list of tools, before all messages, it would change the whole prompt."""
     search: Any = {**TOOL, "name": "search"}
     hidden: Any = {**TOOL, "name": "aaa", "description": "Comes first.", "defer_loading": True}
     start: list[Any] = [{"role": "user", "content": SYSTEM[:600]}]
@@ -207,8 +211,8 @@ def test_a_deferred_tool_stands_where_its_reference_stands(
     first = client.messages.create(messages=start, tools=[search, hidden], **given)
     (block,) = first.content
     assert block.type == "tool_use"
-    found = {"type": "tool_reference", "tool_name": "aaa"}
-    result = {"type": "tool_result", "tool_use_id": block.id, "content": [found]}
+    reference = {"type": "tool_reference", "tool_name": "aaa"}
+    result = {"type": "tool_result", "tool_use_id": block.id, "content": [reference]}
     messages = [
         *start,
         {"role": "assistant", "content": first.content},
@@ -222,8 +226,10 @@ def test_a_deferred_tool_stands_where_its_reference_stands(
     assert second.usage.input_tokens > 40  # the tool's description was read
 
 
-def test_sessions_side_requests_and_the_billing_line(server: ScriptedServer) -> None:
-    """As Claude Code sends it: the marks move, the first block of the system differs."""
+def test_changing_billing_line_and_cache_marks_keep_session_and_reuse(
+    server: ScriptedServer,
+) -> None:
+    """As Claude Code sends requests: cache marks move, and the first system block changes."""
     user = json.dumps({"device_id": "d", "account_uuid": "", "session_id": "5e55-10"})
 
     def turn(n: int, messages: list[Any]) -> dict[str, Any]:
@@ -257,10 +263,10 @@ def test_sessions_side_requests_and_the_billing_line(server: ScriptedServer) -> 
     read = second["usage"]["cache_read_input_tokens"]
     assert read == sum(usage.values())
     _, _, listed = server.process.request("GET", "/v1/kvpersist/requests")
-    assert [each["session"] for each in json.loads(listed)].count("5e55-10") == 2
+    assert [record["session"] for record in json.loads(listed)].count("5e55-10") == 2
 
 
-def test_what_is_not_kept_is_not_counted_as_written(server: ScriptedServer) -> None:
+def test_unkept_request_reports_no_cache_creation_tokens(server: ScriptedServer) -> None:
     body = {"model": MODEL, "max_tokens": 1, "cache_control": MARK}
     asked = {**body, "messages": [{"role": "user", "content": "Keep?"}]}
     keep = {"X-KVPersist-Keep": "no"}
@@ -269,36 +275,36 @@ def test_what_is_not_kept_is_not_counted_as_written(server: ScriptedServer) -> N
     assert usage["input_tokens"] > 0 and usage["cache_creation_input_tokens"] == 0
 
 
-def test_thinking_can_be_switched_off(server: ScriptedServer, client: Anthropic) -> None:
+def test_thinking_can_be_disabled(server: ScriptedServer, client: Anthropic) -> None:
     given: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Think?"}]}
     on = client.messages.count_tokens(**given).input_tokens
     off = client.messages.count_tokens(thinking={"type": "disabled"}, **given).input_tokens
-    assert off > on  # the template writes an empty thought
+    assert off > on  # the template adds an empty thinking block
 
 
-def test_claude_code_says_hello(server: ScriptedServer) -> None:
+def test_head_requests_of_claude_code_are_answered(server: ScriptedServer) -> None:
     for path in ("/", "/api/hello"):
         status, _, body = server.process.request("HEAD", path)
         assert (status, body) == (200, b"")
 
 
-def test_counting_waits_for_nobody(server: ScriptedServer) -> None:
-    """25 at once while a reply is generated."""
+def test_token_counts_do_not_wait_for_a_running_reply(server: ScriptedServer) -> None:
+    """25 requests for a count arrive while a reply is generated."""
     given: Any = {"model": MODEL, "messages": [{"role": "user", "content": SYSTEM}]}
     server.say("Yes. " * 20_000)
     body = {**given, "max_tokens": 40_000, "stream": True}
     with closing(server.process.events(MESSAGES, body)) as events, ThreadPoolExecutor(25) as pool:
         usage = json.loads(next(events)[1])["message"]["usage"]
         count = partial(post, server, given, "/v1/messages/count_tokens")
-        counts = [each.result() for each in [pool.submit(count) for _ in range(25)]]
+        counts = [future.result() for future in [pool.submit(count) for _ in range(25)]]
     assert [status for status, _ in counts] == [200] * 25
     n_read = usage["input_tokens"] + usage["cache_read_input_tokens"]
     assert {answer["input_tokens"] for _, answer in counts} == {n_read}
-    assert n_told(server) < 20_000, "the reply ended before all was counted"
+    assert n_streamed(server) < 20_000, "the reply ended before all was counted"
 
 
-def n_told(server: ScriptedServer) -> int:
-    """Return how many tokens of replies were sent, after the first of each."""
+def n_streamed(server: ScriptedServer) -> int:
+    """Return how many reply tokens were sent, without the first token of each reply."""
     text = server.process.request("GET", "/metrics")[2].decode()
     counts = re.findall(r"^kvpersist_inter_token_seconds_count\S* (\S+)", text, re.MULTILINE)
     return int(sum(map(float, counts)))
@@ -306,13 +312,11 @@ def n_told(server: ScriptedServer) -> int:
 
 @pytest.mark.parametrize("later", [True, False], ids=["later", "at once"])
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_stops_its_reply(
-    server: ScriptedServer, stream: bool, later: bool
-) -> None:
-    """Also a client that leaves before the reply's headers: stock stops a reply only after them."""
+def test_disconnect_stops_the_reply(server: ScriptedServer, stream: bool, later: bool) -> None:
+    """The client may disconnect before the headers: stock then continues the reply."""
     server.say("Yes. " * 20_000)
     body: Any = {"messages": [{"role": "user", "content": "Long?"}], "max_tokens": 40_000}
-    n_before, log_start = n_told(server), len(server.process.log)
+    n_before, log_start = n_streamed(server), len(server.process.log)
     payload = json.dumps({**body, "model": MODEL, "stream": stream}).encode()
     with socket.create_connection(("127.0.0.1", server.process.port or 0)) as connection:
         head = f"POST /v1/messages HTTP/1.1\r\nContent-Length: {len(payload)}\r\n\r\n"
@@ -320,13 +324,13 @@ def test_a_client_that_goes_away_stops_its_reply(
         if later:
             wait_until(lambda: "processing progress" in server.process.log[log_start:], "a reply")
             assert not stream or connection.recv(100)
-    # A request with a seed is served alone: it waits for all others to end.
+    # A request with a seed is served alone: it waits until all other requests have ended.
     server.process.chat(body["messages"], seed=1, max_tokens=1)
-    assert n_told(server) < n_before + 20_000
+    assert n_streamed(server) < n_before + 20_000
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"messages": 5}, "messages is 5, expected a list of objects"),
         ({"messages": []}, "messages is a list, expected at least one message"),
@@ -348,8 +352,8 @@ def test_a_client_that_goes_away_stops_its_reply(
         ({"model": 5}, "model is 5, expected text"),
     ],
 )
-def test_bad_bodies_get_a_sentence(
-    server: ScriptedServer, change: dict[str, Any], says: str
+def test_invalid_bodies_get_a_specific_error(
+    server: ScriptedServer, change: dict[str, Any], message: str
 ) -> None:
     body = {"model": MODEL, "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
     for path in (MESSAGES, "/v1/messages/count_tokens"):
@@ -357,17 +361,17 @@ def test_bad_bodies_get_a_sentence(
         assert status == 400, answer
         assert answer["type"] == "error"
         assert answer["error"]["type"] == "invalid_request_error"
-        assert says in answer["error"]["message"]
+        assert message in answer["error"]["message"]
 
 
-def test_claude_code_finds_a_model_by_its_name(client: Anthropic) -> None:
+def test_model_is_listed_and_retrieved_by_its_claude_name(client: Anthropic) -> None:
     names = [model.id for model in client.models.list(limit=1000)]
     assert "claude-thinking-tools" in names
-    found = client.models.retrieve("claude-thinking-tools")
-    assert (found.type, found.display_name) == ("model", "thinking-tools")
+    retrieved = client.models.retrieve("claude-thinking-tools")
+    assert (retrieved.type, retrieved.display_name) == ("model", "thinking-tools")
 
 
-def test_the_sdk_reads_our_errors(client: Anthropic) -> None:
+def test_anthropic_sdk_parses_our_errors(client: Anthropic) -> None:
     with pytest.raises(BadRequestError, match="temperature must be"):
         client.messages.create(
             model=MODEL,

@@ -1,6 +1,6 @@
-"""Requests with wrong parts: an error with a sentence, and a server that continues.
+"""Mutated requests get an error with a message, and the server continues.
 
-Every route that takes a body is tested. Requests that stock serves are served, too.
+Every route with a body is tested. A request that stock serves must also be served.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def without_images(body: dict[str, Any]) -> dict[str, Any]:
     """Return a body with texts in place of images: a text model refuses every image."""
     text = json.dumps(body).replace('"type": "image"', '"type": "text", "text": "An image."')
     text = text.replace('"type": "input_image"', '"type": "input_text", "text": "An image."')
-    found: dict[str, Any] = json.loads(text)
-    return found
+    changed: dict[str, Any] = json.loads(text)
+    return changed
 
 
 MESSAGES = without_images(bodies.MESSAGES)
@@ -101,20 +101,20 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 GENERATING = tuple(path for path in BODIES if "/one/" not in path and not path.startswith(SESSIONS))
 N_MANY = {path: 2900 if path in GENERATING else 460 for path in BODIES}
-"""Over 20,000 in all."""
+"""Examples for each path: more than 20,000 in total."""
 
 
 def is_refused(status: int, answer: str) -> bool:
-    """Tell whether an answer is an error, also one after the headers of a success.
+    """Return whether an answer is an error, possibly after the headers of a success.
 
-    Stock's streams can stop without their last event, after an error that it does not send.
+    After an error, stock's streams can stop without an error event and without a last event.
     """
     is_stream = answer.startswith(("data: ", ": "))
     is_cut = not answer or (is_stream and "data: [DONE]" not in answer)
     return status != 200 or 'data: {"error": ' in answer or is_cut
 
 
-class Asked:
+class ComparedClient:
     """Sends requests to a server, and refused requests also to stock."""
 
     def __init__(self, start: StartServer, model: Path) -> None:
@@ -122,11 +122,11 @@ class Asked:
         self.server = start.with_plugin(model, "--max-tokens", "2")
         self._stock: ServerProcess | None = None
         self._compared: set[str] = set()
-        one = {"id": "one", "system": "Be kind."}
-        assert self.server.request("POST", AGENTS, one)[0] == 201
+        agent = {"id": "one", "system": "Be kind."}
+        assert self.server.request("POST", AGENTS, agent)[0] == 201
 
     def ask(self, path: str, body: Any) -> tuple[int, str]:
-        """Return status and answer. Fails if no request can have such an answer."""
+        """Return status and answer. Fail if the answer is wrong for every request."""
         status, answer = post(self.server, path, body)
         assert status < 500 and '"type": "server_error"' not in answer, answer
         assert '"type": "api_error"' not in answer, answer
@@ -140,18 +140,18 @@ class Asked:
         return status, answer
 
     def _compare(self, path: str, body: Any, answer: str) -> None:
-        """Fail if stock serves the refused request. Stock may die of it, or hang."""
+        """Fail if stock serves the refused request. Stock may crash or hang."""
         reason = path + re.sub(r"\d+", "0", answer)[:120]
         if reason in self._compared:
             return
         stock = self._stock = self._stock or self._start(self._model, "--max-tokens", "2")
         try:
-            found = post(stock, path, body, timeout_s=20)
+            stock_answer = post(stock, path, body, timeout_s=20)
         except (OSError, HTTPException):
-            found = (0, "")
-        assert is_refused(*found), f"stock serves a request that is refused with {answer}"
+            stock_answer = (0, "")
+        assert is_refused(*stock_answer), f"stock serves a request that is refused with {answer}"
         self._compared.add(reason)
-        if not stock.healthy() or found[0] == 0:
+        if not stock.healthy() or stock_answer[0] == 0:
             stock.restart(kill=True)
 
     def check(self) -> None:
@@ -163,7 +163,7 @@ class Asked:
 def post(server: ServerProcess, path: str, body: Any, timeout_s: float = 60) -> tuple[int, str]:
     connection = HTTPConnection("127.0.0.1", server.port, timeout=timeout_s)
     try:
-        # Python's own JSON has NaN and Infinity; the server reads them, too.
+        # Python's JSON has NaN and Infinity, and the server accepts both.
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()
         return response.status, response.read().decode()
@@ -172,36 +172,40 @@ def post(server: ServerProcess, path: str, body: Any, timeout_s: float = 60) -> 
 
 
 @pytest.fixture(scope="module")
-def asked(started: StartServer, models_dir: Path) -> Asked:
-    return Asked(started, make_thinking_model(models_dir / "brief", eos_bias=60.0))
+def client(started: StartServer, models_dir: Path) -> ComparedClient:
+    return ComparedClient(started, make_thinking_model(models_dir / "brief", eos_bias=60.0))
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_what_is_right_is_served(asked: Asked, path: str) -> None:
-    status, answer = asked.ask(path, BODIES[path])
+def test_valid_requests_are_served(client: ComparedClient, path: str) -> None:
+    status, answer = client.ask(path, BODIES[path])
     expected = 404 if path.startswith(SESSIONS) else 201 if path == AGENTS else 200
     assert status == expected, answer
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_some_mutated_requests(asked: Asked, data: st.DataObject) -> None:
+def test_some_mutated_requests_are_served_or_get_an_error(
+    client: ComparedClient, data: st.DataObject
+) -> None:
     path = data.draw(st.sampled_from(list(BODIES)))
-    asked.ask(path, data.draw(mutated(BODIES[path])))
+    client.ask(path, data.draw(mutated(BODIES[path])))
 
 
-def test_the_server_goes_on(asked: Asked) -> None:
-    asked.check()
+def test_server_still_works_after_mutated_requests(client: ComparedClient) -> None:
+    client.check()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("path", BODIES)
-def test_many_mutated_requests(asked: Asked, path: str) -> None:
+def test_many_mutated_requests_are_served_or_get_an_error(
+    client: ComparedClient, path: str
+) -> None:
     @settings(max_examples=N_MANY[path], deadline=None)
     @given(mutated(BODIES[path]))
-    def one(body: dict[str, Any]) -> None:
-        asked.ask(path, body)
+    def check_body(body: dict[str, Any]) -> None:
+        client.ask(path, body)
 
-    one()
-    asked.check()
+    check_body()
+    client.check()

@@ -1,4 +1,4 @@
-"""The openai SDK against a real server: what a plain client sees."""
+"""The openai SDK against a real server, as in a plain client."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ TOOL: Any = {
 }
 
 
-def test_a_conversation(start_server: StartServer, tiny_model: Path) -> None:
+def test_conversation_through_the_sdk_is_reused_and_streamed(
+    start_server: StartServer, tiny_model: Path
+) -> None:
     server = start_server.with_plugin(tiny_model)
     client = OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
     messages: list[ChatCompletionMessageParam] = [
@@ -64,15 +66,15 @@ def test_a_conversation(start_server: StartServer, tiny_model: Path) -> None:
     client.close()
 
 
-def test_reasoning_has_both_names_and_comes_back_under_either(
+def test_reasoning_is_sent_and_accepted_under_both_names(
     scripted_server: ScriptedServer,
 ) -> None:
-    """opencode, Cline and others read `reasoning_content`, as DeepSeek has it."""
+    """opencode, Cline and others read `reasoning_content`, which is DeepSeek's name."""
     client = OpenAI(base_url=f"{scripted_server.url}/v1", api_key="none", max_retries=0)
     asked: Any = [{"role": "user", "content": "What do you think?"}]
     given: Any = {"model": "default_model", "max_tokens": 60}
-    said = "<think>\nHm, ships.\n</think>\n\nShips."
-    scripted_server.say(said, said, "Yes.", "Yes.")
+    script = "<think>\nHm, ships.\n</think>\n\nShips."
+    scripted_server.say(script, script, "Yes.", "Yes.")
     reply = client.chat.completions.create(messages=asked, **given)
     message = reply.choices[0].message.to_dict()
     assert message["reasoning"] == message["reasoning_content"] == "\nHm, ships.\n"
@@ -82,8 +84,8 @@ def test_reasoning_has_both_names_and_comes_back_under_either(
         assert "".join(str(delta.get(name) or "") for delta in deltas) == "\nHm, ships.\n"
     assert reply.usage is not None
     for name in ("reasoning", "reasoning_content"):
-        back = {"role": "assistant", "content": message["content"], name: message[name]}
-        talk = [*asked, back, {"role": "user", "content": f"Sure, {name}?"}]
+        returned = {"role": "assistant", "content": message["content"], name: message[name]}
+        talk = [*asked, returned, {"role": "user", "content": f"Sure, {name}?"}]
         again = client.chat.completions.create(messages=talk, **given)
         assert again.usage is not None and again.usage.prompt_tokens_details is not None
         assert again.usage.prompt_tokens_details.cached_tokens >= reply.usage.total_tokens

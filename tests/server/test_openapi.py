@@ -1,4 +1,4 @@
-"""The OpenAPI document says what a running server does: schemathesis makes requests of it."""
+"""A running server conforms to the OpenAPI document: schemathesis makes the requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONFIGURATION = """
 include-path-regex = "^/(v1/)?(kvpersist|metrics)"
 phases.coverage.unexpected-methods = []
 """
-"""For other methods stock answers 404 and 501 there, as on its own paths."""
+"""On these paths stock answers unexpected methods with 404 or 501, as on its own paths."""
 SHORT = ("--phases", "coverage")
 LONG = ("--phases", "coverage,fuzzing,stateful", "--max-examples", "200", "--max-time", "200")
 
@@ -33,7 +33,7 @@ def server(started: StartServer, tiny_model: Path) -> ServerProcess:
     [(SHORT, 200), pytest.param(LONG, 400, marks=pytest.mark.slow)],
     ids=["short", "long"],
 )
-def test_schemathesis(
+def test_server_conforms_to_the_openapi_document(
     server: ServerProcess, tmp_path: Path, options: tuple[str, ...], n_least: int
 ) -> None:
     url = f"http://127.0.0.1:{server.port}"
@@ -62,6 +62,6 @@ def test_schemathesis(
         env=environment,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    found = re.search(r"(\d+) generated", done.stdout)
-    assert found and int(found[1]) >= n_least, done.stdout
+    match = re.search(r"(\d+) generated", done.stdout)
+    assert match and int(match[1]) >= n_least, done.stdout
     assert server.healthy() and "Traceback" not in server.log

@@ -1,6 +1,6 @@
-"""opencode, aider and LangChain, newest, without a screen: turns, and kill -9 before the last.
+"""The newest opencode, aider and LangChain, without a screen: turns, kill -9 before the last.
 
-They are installed from npm and PyPI, have a home of their own, and reach nothing but this server.
+They are installed from npm and PyPI, have their own home folders, and can reach only this server.
 """
 
 from __future__ import annotations
@@ -57,35 +57,37 @@ class OpenCode(Agent):
         return call("read", filePath=str(self.work / "note.txt"))
 
 
-def restarted(server: ScriptedServer) -> list[dict[str, Any]]:
+def restart(server: ScriptedServer) -> list[dict[str, Any]]:
     """Return the server's records of its requests; kill it, and start it again."""
-    asked = requests(server)
+    records = requests(server)
     wait_for_writer(server.process)
     server.process.restart(kill=True)
-    return asked
+    return records
 
 
 @pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed")
-def test_opencode(start_server: StartServer, tmp_path: Path) -> None:
+def test_opencode_turns_are_reused_after_a_kill(start_server: StartServer, tmp_path: Path) -> None:
     server = make_server(start_server, tmp_path)
     agent = OpenCode(tmp_path / "agent", server)
     server.say("A title.", "Hello there.")
     agent.ask("Hi. What can you do?", again=False)
     server.say(agent.read_note(), "It says swordfish.")
     agent.ask("Read note.txt", again=True)
-    asked = restarted(server)
+    records = restart(server)
     server.say("Again.")
     assert agent.ask("And after a restart?", again=True) == "Again."
-    title, first, *others = asked + requests(server)
+    title, first, *others = records + requests(server)
     assert len(others) == 3 and title["prompt_tokens"] < first["prompt_tokens"]
-    assert len({each["session"] for each in (title, first, *others)}) == 1
-    for each in others:
-        assert each["reused_tokens"] >= 0.95 * each["prompt_tokens"], each["sentence"]
+    assert len({record["session"] for record in (title, first, *others)}) == 1
+    for record in others:
+        assert record["reused_tokens"] >= 0.95 * record["prompt_tokens"], record["sentence"]
     agent.disconnect()
 
 
-def test_aider(start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It keeps its history in a file, and sends its rules after it again: those are computed.
+def test_aider_turns_are_reused_after_a_kill(
+    start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """aider sends its rules again after the history, so the rules are computed each time.
 
     Reuse ends with the last whole block before the rules: at most 255 tokens earlier.
     """
@@ -112,20 +114,22 @@ def test_aider(start_server: StartServer, tmp_path: Path, monkeypatch: pytest.Mo
     assert "Hello there." in ask("Hi. What can you do?")
     server.say("Indeed.")
     assert "Indeed." in ask("Sure?")
-    asked = restarted(server)
+    records = restart(server)
     server.say("Again.")
     assert "Again." in ask("And after a restart?")
-    first, *others = asked + requests(server)
+    first, *others = records + requests(server)
     assert len(others) == 2 and first["reused_tokens"] == 0
-    for each in others:
-        assert each["reused_tokens"] + 255 >= 0.5 * each["prompt_tokens"], each["sentence"]
+    for record in others:
+        assert record["reused_tokens"] + 255 >= 0.5 * record["prompt_tokens"], record["sentence"]
     assert "from disk" in others[-1]["sentence"]
     assert main(["connect", "aider", "--undo"]) == 0
     assert not [path.name for path in home.iterdir() if "kvpersist" in path.name]
 
 
-def test_langchain(start_server: StartServer, tmp_path: Path) -> None:
-    """The blocks of the page, against this server."""
+def test_langchain_example_of_the_docs_is_reused_after_a_kill(
+    start_server: StartServer, tmp_path: Path
+) -> None:
+    """Runs the Python block of docs/clients.md."""
     server = make_server(start_server, tmp_path)
     programs = install(tmp_path, "langchain-openai", "langchain-anthropic")
     (block,) = re.findall(r"```python\n(from langchain.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
@@ -134,9 +138,9 @@ def test_langchain(start_server: StartServer, tmp_path: Path) -> None:
     counts = []
     for _ in range(2):
         server.say("Because.", "Because.")
-        said = run_alone(tmp_path, tmp_path, [programs / "python", script]).splitlines()
-        assert [line.partition(" ")[0] for line in said] == ["Because."] * 2
-        counts += [int(n) for n in re.findall(r"'cache_read': (\d+)", "\n".join(said))]
-        asked = restarted(server)
-    n_tokens = asked[0]["prompt_tokens"]
+        lines = run_alone(tmp_path, tmp_path, [programs / "python", script]).splitlines()
+        assert [line.partition(" ")[0] for line in lines] == ["Because."] * 2
+        counts += [int(n) for n in re.findall(r"'cache_read': (\d+)", "\n".join(lines))]
+        records = restart(server)
+    n_tokens = records[0]["prompt_tokens"]
     assert counts == [0, n_tokens - 1, n_tokens - 1, n_tokens - 1]

@@ -1,4 +1,4 @@
-"""The operator's page in a browser, and its routes: who sees and changes sessions."""
+"""The operator's page in a browser, and its routes that list and change sessions."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def talk(seed: int) -> list[Message]:
 
 @pytest.fixture(scope="module")
 def server(started: StartServer, tiny_model: Path) -> ServerProcess:
-    """A server with sessions that begin alike, one of them without a name."""
+    """A server with sessions that share a system prompt; one session has no name."""
     server = started.with_plugin(tiny_model, "--kvpersist-memory", "256M")
     for seed, name in enumerate(("first", "second", MARKUP, None), start=72):
         server.chat(talk(seed), name, max_tokens=8)
@@ -80,15 +80,15 @@ def server(started: StartServer, tiny_model: Path) -> ServerProcess:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    found = chromium.find()
-    if found is None:
+    installed = chromium.find()
+    if installed is None:
         if os.environ.get("CI") and chromium.can_be_fetched():
             pytest.fail(f"CI has no Chromium: {chromium.HOW}")
         pytest.skip(f"there is no Chromium: {chromium.HOW}")
     with sync_playwright() as playwright:
         with playwright.chromium.launch(
-            executable_path=found.path,
-            env={**os.environ, **found.env},
+            executable_path=installed.path,
+            env={**os.environ, **installed.env},
             args=["--no-sandbox"],
             timeout=60_000,
         ) as browser:
@@ -104,23 +104,27 @@ def width(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def opened(browser: Browser, server: ServerProcess, width: int) -> Iterator[Page]:
     """The page in a browser; its console and its requested addresses are checked at the end."""
-    page, told, asked = browser.new_page(viewport={"width": width, "height": 800}), [], set[str]()
-    page.on("console", lambda message: told.append(message.text))
-    page.on("pageerror", lambda error: told.append(str(error)))
-    page.on("request", lambda request: asked.add(request.url))
-    wait_for_writer(server)  # so that the page and a test see the same
+    page, messages, urls = (
+        browser.new_page(viewport={"width": width, "height": 800}),
+        [],
+        set[str](),
+    )
+    page.on("console", lambda message: messages.append(message.text))
+    page.on("pageerror", lambda error: messages.append(str(error)))
+    page.on("request", lambda request: urls.add(request.url))
+    wait_for_writer(server)  # the page and a test then see the same state
     page.goto(url_of(server))
     expect(page.locator(".request").first).to_be_visible()
     yield page
     assert page.evaluate(FITS)
     page.close()
-    assert told == []  # no console message, no error
-    paths = {url.removeprefix(url_of(server, "")).partition("?")[0] for url in asked}
+    assert messages == []  # no console message, no error
+    paths = {url.removeprefix(url_of(server, "")).partition("?")[0] for url in urls}
     assert {path for path in paths if not path.startswith("blob:")} <= {
         *("/kvpersist", "/v1/kvpersist/requests", SESSIONS, "data:,"),
         *(
-            f"{SESSIONS}/{what}"
-            for what in ("select", "pin", "evict", "delete", "rename", "export")
+            f"{SESSIONS}/{operation}"
+            for operation in ("select", "pin", "evict", "delete", "rename", "export")
         ),
     }
 
@@ -129,7 +133,7 @@ def url_of(server: ServerProcess, path: str = "/kvpersist") -> str:
     return f"http://127.0.0.1:{server.port}{path}"
 
 
-def described(server: ServerProcess) -> dict[str, Any]:
+def get_sessions(server: ServerProcess) -> dict[str, Any]:
     status, _, body = server.request("GET", SESSIONS)
     assert status == 200
     answer: dict[str, Any] = json.loads(body)
@@ -137,19 +141,19 @@ def described(server: ServerProcess) -> dict[str, Any]:
 
 
 def session(server: ServerProcess, name: str | None) -> dict[str, Any]:
-    found = [one for one in described(server)["sessions"] if one["name"] == name]
-    assert len(found) == 1, found
-    one: dict[str, Any] = found[0]
-    return one
+    matches = [entry for entry in get_sessions(server)["sessions"] if entry["name"] == name]
+    assert len(matches) == 1, matches
+    entry: dict[str, Any] = matches[0]
+    return entry
 
 
-def change(server: ServerProcess, what: str, body: Any, **headers: str) -> tuple[int, Any]:
+def change(server: ServerProcess, operation: str, body: Any, **headers: str) -> tuple[int, Any]:
     sent = {name.replace("_", "-"): value for name, value in headers.items()}
-    status, _, answer = server.request("POST", f"{SESSIONS}/{what}", body, sent)
+    status, _, answer = server.request("POST", f"{SESSIONS}/{operation}", body, sent)
     return status, json.loads(answer)
 
 
-def shown(n_bytes: float) -> str:
+def size_text(n_bytes: float) -> str:
     """Return a size as the page shows it."""
     units = iter(("B", "KiB", "MiB"))
     while n_bytes >= 1024 and next(units):
@@ -157,27 +161,27 @@ def shown(n_bytes: float) -> str:
     return f"{n_bytes:.1f} {next(units)}"
 
 
-def listed(started: StartServer, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+def sessions_on_disk(started: StartServer, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """Return what `sessions list` says, by id."""
     assert main(["sessions", "list", "--json", "--kvpersist-dir", str(started.store)]) == 0
-    return {one["id"]: one for one in json.loads(capsys.readouterr().out)["sessions"]}
+    return {entry["id"]: entry for entry in json.loads(capsys.readouterr().out)["sessions"]}
 
 
-def test_sessions_are_those_on_disk(
+def test_listed_sessions_are_those_on_disk(
     server: ServerProcess, started: StartServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wait_for_writer(server)
-    answer, on_disk = described(server), listed(started, capsys)
+    answer, on_disk = get_sessions(server), sessions_on_disk(started, capsys)
     assert answer["is_all"] and answer["model"] == server.model
-    assert {one["id"] for one in answer["sessions"]} == set(on_disk)
-    for one in answer["sessions"]:
-        other = on_disk[one["id"]]
+    assert {entry["id"] for entry in answer["sessions"]} == set(on_disk)
+    for entry in answer["sessions"]:
+        stored = on_disk[entry["id"]]
         for name in ("name", "model", "namespace", "tokens", "blocks", "bytes", "pinned"):
-            assert one[name] == other[name], name
+            assert entry[name] == stored[name], name
 
 
 @pytest.mark.parametrize(
-    ("what", "body", "headers", "status", "says"),
+    ("operation", "body", "headers", "status", "message"),
     [
         ("pin", {"id": "x", "pinned": True}, {"Origin": "http://evil.example"}, 403, "Origin"),
         ("pin", {"id": "x", "pinned": True}, {"Origin": "null"}, 403, "Origin"),
@@ -210,28 +214,28 @@ def test_sessions_are_those_on_disk(
         ("select", {}, {}, 400, "find is null, expected text"),
     ],
 )
-def test_who_may_change_a_session(
+def test_invalid_and_foreign_changes_of_a_session_are_refused(
     server: ServerProcess,
-    what: str,
+    operation: str,
     body: Any,
     headers: dict[str, str],
     status: int,
-    says: str,
+    message: str,
 ) -> None:
     if isinstance(body, dict) and body.get("id") == "x":
         body = {**body, "id": session(server, "first")["id"]}
     before = session(server, "first")
-    found, answer = change(server, what, body, **headers)
-    assert found == status and says in answer["error"]["message"]
+    actual, answer = change(server, operation, body, **headers)
+    assert actual == status and message in answer["error"]["message"]
     assert session(server, "first") == before
 
 
-def test_nothing_changes_by_a_link(server: ServerProcess) -> None:
-    for what in ("pin", "evict", "delete", "rename", "export"):
-        assert server.request("GET", f"{SESSIONS}/{what}?id=x")[0] == 404
+def test_get_requests_change_no_session(server: ServerProcess) -> None:
+    for operation in ("pin", "evict", "delete", "rename", "export"):
+        assert server.request("GET", f"{SESSIONS}/{operation}?id=x")[0] == 404
 
 
-def test_an_evicted_session_comes_back_from_disk(server: ServerProcess) -> None:
+def test_evicted_session_is_restored_from_disk(server: ServerProcess) -> None:
     messages = talk(80)
     server.chat(messages, "evicted", max_tokens=8, seed=1)
     wait_for_reply(server)
@@ -240,7 +244,7 @@ def test_an_evicted_session_comes_back_from_disk(server: ServerProcess) -> None:
     status, done = change(server, "evict", {"id": before["id"]})
     assert status == 200 and done["ram_bytes_freed"] > 0
     after = session(server, "evicted")
-    # Its own blocks went; blocks that other conversations in RAM continue stayed.
+    # Only blocks that other conversations in RAM continue are still in RAM.
     assert after["tier"] == "disk" and 0 < after["ram_blocks"] < before["blocks"]
     assert {**after, "ram_blocks": before["blocks"], "tier": "ram"} == before
     assert session(server, "first") == other
@@ -249,43 +253,46 @@ def test_an_evicted_session_comes_back_from_disk(server: ServerProcess) -> None:
     assert int(reply.kvpersist["reused"]) == reply.prompt_tokens - 1
 
 
-def test_a_deleted_session_is_gone(
+def test_deleting_a_session_removes_its_blocks_and_records(
     server: ServerProcess, started: StartServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     messages = talk(81)
     server.chat(messages, "deleted", max_tokens=8)
     server.chat([SYSTEM, {"role": "user", "content": "Where?"}], "quotes it", max_tokens=8)
     wait_for_reply(server)
-    one, files = session(server, "deleted"), set((started.store / "blocks").rglob("*.safetensors"))
-    n_hot = described(server)["store"]["tiers"]["ram"]["blocks"]
-    status, selected = change(server, "select", {"ids": [one["id"], "no-such"]})
-    assert status == 200 and selected["ids"] == [one["id"]]
-    status, done = change(server, "delete", {"id": one["id"]})
+    entry, files = (
+        session(server, "deleted"),
+        set((started.store / "blocks").rglob("*.safetensors")),
+    )
+    n_hot = get_sessions(server)["store"]["tiers"]["ram"]["blocks"]
+    status, selected = change(server, "select", {"ids": [entry["id"], "no-such"]})
+    assert status == 200 and selected["ids"] == [entry["id"]]
+    status, done = change(server, "delete", {"id": entry["id"]})
     assert status == 200 and done["deleted"]
     assert selected["disk_bytes"] == done["disk_bytes_freed"]
-    gone = files - set((started.store / "blocks").rglob("*.safetensors"))
-    assert 0 < len(gone) < one["blocks"] and done["disk_bytes_freed"] > 0
-    assert described(server)["store"]["tiers"]["ram"]["blocks"] == n_hot - len(gone)
-    assert one["id"] not in listed(started, capsys)
+    removed = files - set((started.store / "blocks").rglob("*.safetensors"))
+    assert 0 < len(removed) < entry["blocks"] and done["disk_bytes_freed"] > 0
+    assert get_sessions(server)["store"]["tiers"]["ram"]["blocks"] == n_hot - len(removed)
+    assert entry["id"] not in sessions_on_disk(started, capsys)
     assert '"deleted"' not in server.request("GET", "/v1/kvpersist/requests")[2].decode()
     assert main(["why", "--kvpersist-dir", str(started.store)]) == 0
-    told = capsys.readouterr().out
-    assert '"deleted"' not in told and '"quotes it"' in told
-    # Only the blocks that begin other conversations are left.
+    output = capsys.readouterr().out
+    assert '"deleted"' not in output and '"quotes it"' in output
+    # Only blocks that other conversations share are left.
     reply = server.chat(messages, "again", max_tokens=8)
     assert 0 < int(reply.kvpersist["reused"]) < reply.prompt_tokens // 2
-    assert change(server, "delete", {"id": one["id"]})[0] == 404
+    assert change(server, "delete", {"id": entry["id"]})[0] == 404
 
 
 @pytest.mark.parametrize("width", [390, 768, 1440], indirect=True)  # the page has three layouts
-def test_the_page_shows_sessions_and_requests(opened: Page, server: ServerProcess) -> None:
-    data = described(server)
+def test_page_shows_sessions_and_requests(opened: Page, server: ServerProcess) -> None:
+    data = get_sessions(server)
     names = opened.locator(".session b").all_inner_texts()
-    assert names == [one["name"] or f"unnamed {one['id']}" for one in data["sessions"]]
+    assert names == [entry["name"] or f"unnamed {entry['id']}" for entry in data["sessions"]]
     assert MARKUP in names and opened.title().startswith("KV cache")
     assert opened.locator("img").count() == 0
     expect(opened.locator(".session .tier").first).to_be_visible()
-    # The time is at least a line below "0%", which it would touch otherwise.
+    # The time is at least one line below "0%", so that they do not touch.
     (y_of_share, y_of_time), line = opened.locator("#hits").evaluate("""(svg) => {
       const texts = [...svg.querySelectorAll("text")];
       const all = [texts[0], texts[3]].map((one) => Number(one.getAttribute("y")));
@@ -302,10 +309,10 @@ def test_the_page_shows_sessions_and_requests(opened: Page, server: ServerProces
     assert (timed > 0) == (saved_s > 0)
     assert f"{tokens:,} tokens" in opened.locator("#saved-tokens").inner_text()
     n_prompt, n_restored = (
-        sum(one[f"{which}_tokens"] for one in records) for which in ("prompt", "restored")
+        sum(entry[f"{kind}_tokens"] for entry in records) for kind in ("prompt", "restored")
     )
     expect(opened.locator("#hit-tiers")).to_contain_text(f"{n_restored / n_prompt:.0%} from disk")
-    # A line of a request unfolds, and polls leave it so.
+    # A request's line unfolds, and polls keep it unfolded.
     line = opened.locator(".request").first
     expect(line.locator("dl")).to_be_hidden()
     line.locator("summary").click()
@@ -313,8 +320,8 @@ def test_the_page_shows_sessions_and_requests(opened: Page, server: ServerProces
     expect(line.locator("dl")).to_contain_text(records[0]["id"])
 
 
-def test_the_page_draws_the_memory_and_what_is_written(opened: Page, server: ServerProcess) -> None:
-    data = described(server)
+def test_page_draws_memory_and_written_bytes(opened: Page, server: ServerProcess) -> None:
+    data = get_sessions(server)
     memory, store = data["memory"], data["store"]
     drawn = opened.locator("#memory .bar div").evaluate_all(
         "all => all.map((one) => [one.className, one.offsetWidth / one.parentElement.offsetWidth])"
@@ -327,13 +334,15 @@ def test_the_page_draws_the_memory_and_what_is_written(opened: Page, server: Ser
     assert named == [part for part, _ in drawn] and shares["free"] > 0.5
     expect(opened.locator("#memory")).to_contain_text("of 256.0 MiB, beside")
     assert store["written_last_hour_bytes"] > store["written_turn_bytes"] > 0
-    expect(opened.locator("#written")).to_have_text(shown(store["written_last_hour_bytes"]))
-    expect(opened.locator("#turn")).to_have_text(f"{shown(store['written_turn_bytes'])} a turn")
+    expect(opened.locator("#written")).to_have_text(size_text(store["written_last_hour_bytes"]))
+    expect(opened.locator("#turn")).to_have_text(f"{size_text(store['written_turn_bytes'])} a turn")
 
 
-def test_what_does_not_fit_is_drawn_full(browser: Browser, server: ServerProcess) -> None:
-    """More than the budget may be used: a request that runs alone always begins."""
-    data = described(server)
+def test_page_draws_memory_above_the_budget_as_a_full_bar(
+    browser: Browser, server: ServerProcess
+) -> None:
+    """A request that runs alone may use more than the budget."""
+    data = get_sessions(server)
     data["memory"] |= {"caches": 3 * data["memory"]["total"], "waiting": 2}
     data["store"]["tiers"]["ram"]["asked_again_tokens"] = 1234
     data["sessions"][0]["title"] = cut = "Refactor the parser " * 6 + "o…"
@@ -346,17 +355,19 @@ def test_what_does_not_fit_is_drawn_full(browser: Browser, server: ServerProcess
     assert max(widths) == widths[0] > 200 and page.locator("#memory .free").count() == 0
     name = page.locator(".session b").first
     expect(name).to_have_text(cut)
-    assert name.locator(".end").count() == 0  # the end of a cut text says nothing
+    assert name.locator(".end").count() == 0  # a truncated title has no separate end
     assert page.evaluate(FITS)
     page.close()
 
 
-def action(page: Page, name: str, what: str) -> None:
+def action(page: Page, name: str, button: str) -> None:
     page.get_by_label(f"Actions for {name}", exact=True).click()
-    page.locator(".menu[open]").get_by_role("button", name=what, exact=True).click()
+    page.locator(".menu[open]").get_by_role("button", name=button, exact=True).click()
 
 
-def test_every_action(opened: Page, server: ServerProcess, tmp_path: Path, width: int) -> None:
+def test_menu_actions_change_the_session(
+    opened: Page, server: ServerProcess, tmp_path: Path, width: int
+) -> None:
     name, status = f"{MARKUP}{width}", opened.locator("#status")
     reply = server.chat(talk(82), name, max_tokens=8)
     wait_for_reply(server)
@@ -396,7 +407,7 @@ def test_every_action(opened: Page, server: ServerProcess, tmp_path: Path, width
     more: list[Message] = [{"role": "assistant", "content": reply.text}]
     server.chat([*talk(82), *more, {"role": "user", "content": "On"}], name, max_tokens=8)
     wait_for_reply(server)
-    assert session(server, name)["title"] == f"<b>&amp; {width}"  # its name is longer
+    assert session(server, name)["title"] == f"<b>&amp; {width}"  # a later turn keeps the title
 
     action(opened, f"<b>&amp; {width}", "Delete")
     dialog = opened.get_by_role("dialog")
@@ -406,21 +417,21 @@ def test_every_action(opened: Page, server: ServerProcess, tmp_path: Path, width
     action(opened, f"<b>&amp; {width}", "Delete")
     dialog.get_by_role("button", name="Delete").click()
     expect(status).to_contain_text("is deleted")
-    assert name not in [one["name"] for one in described(server)["sessions"]]
+    assert name not in [entry["name"] for entry in get_sessions(server)["sessions"]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["session", "server"])
-def test_an_export_that_breaks_off_is_not_taken_for_a_whole_one(
-    what: str, browser: Browser, tiny_model: Path, tmp_path: Path
+@pytest.mark.parametrize("lost", ["session", "server"])
+def test_interrupted_export_is_not_accepted_as_complete(
+    lost: str, browser: Browser, tiny_model: Path, tmp_path: Path
 ) -> None:
     """The session is deleted, or the server killed, while a page and a program read the file."""
     with closing(StartServer(tmp_path)) as servers:
         with closing(BlockStore(servers.store, StoreLimits(64 << 20, 64 << 20))) as store:
             save_turn(store, chain(*([n] * 16 for n in range(24))), "long")
         server = servers.with_plugin(tiny_model)
-        found = session(server, "long")
-        assert found["bytes"] > 24 << 20  # more than fits into socket buffers
+        exported = session(server, "long")
+        assert exported["bytes"] > 24 << 20  # more than fits into socket buffers
         page, saved = browser.new_page(), list[Download]()
         page.on("download", lambda download: saved.append(download))
         page.goto(url_of(server))
@@ -431,14 +442,14 @@ def test_an_export_that_breaks_off_is_not_taken_for_a_whole_one(
         with page.expect_response(f"**{SESSIONS}/export"):
             page.locator(".menu[open]").get_by_role("button", name="Export", exact=True).click()
         with closing(HTTPConnection("127.0.0.1", server.port, timeout=60)) as client:
-            body, kind = json.dumps({"id": found["id"]}), {"Content-Type": "application/json"}
+            body, kind = json.dumps({"id": exported["id"]}), {"Content-Type": "application/json"}
             client.request("POST", f"{SESSIONS}/export", body, kind)
             reply = client.getresponse()
             content = reply.read(1000)
-            if what == "server":
+            if lost == "server":
                 server.kill9()
             else:
-                assert change(server, "delete", {"id": found["id"]})[0] == 200
+                assert change(server, "delete", {"id": exported["id"]})[0] == 200
             try:
                 content += reply.read()
             except (IncompleteRead, ConnectionError) as error:
@@ -451,9 +462,9 @@ def test_an_export_that_breaks_off_is_not_taken_for_a_whole_one(
     is_whole = len(content) == int(reply.headers["Content-Length"])
     assert "Traceback" not in log
     assert ("was removed at the same time" in log) == (
-        what == "session" and not (is_whole and saved)
+        lost == "session" and not (is_whole and saved)
     )
-    assert what == "session" or not (is_whole or saved)
+    assert lost == "session" or not (is_whole or saved)
     file, other = tmp_path / "one.session", tmp_path / "other"
     file.write_bytes(content)
     status_of_import = main(["sessions", "import", str(file), "--kvpersist-dir", str(other)])
@@ -464,18 +475,18 @@ def answered_with(answer: dict[str, Any], route: Route) -> None:
     route.fulfill(**answer)
 
 
-def test_bad_answers_are_shown_in_words(browser: Browser, server: ServerProcess) -> None:
+def test_page_shows_a_message_for_bad_answers(browser: Browser, server: ServerProcess) -> None:
     page = browser.new_page()
     page.goto(url_of(server))
     status = page.locator("#status")
-    for answer, says in (
+    for answer, message in (
         ({"status": 502, "body": "<html>"}, "The server answered 502"),
         ({"status": 200, "body": "[1, 2"}, "cannot be read"),
         ({"status": 503, "json": {"error": {"message": "it ends"}}}, "it ends"),
     ):
         page.route("**/sessions/pin", partial(answered_with, answer), times=1)
         action(page, "first", "Pin")
-        expect(status).to_contain_text(says)
+        expect(status).to_contain_text(message)
     page.route("**/kvpersist/requests", lambda route: route.abort())
     expect(status).to_contain_text("No answer from the server")
     page.close()
@@ -487,11 +498,11 @@ def crowded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     with closing(StartServer(tmp_path_factory.mktemp("crowded"))) as servers:
         server = servers.with_plugin(tiny_model, "--kvpersist-show-text")
         headers = {"User-Agent": "claude-cli/2.0 (external)", "x-claude-code-session-id": LONG_ID}
-        said = f"<system-reminder>quiet</system-reminder>{MARKUP} Refactor the parser"
-        server.chat([SYSTEM, {"role": "user", "content": said}], max_tokens=4, headers=headers)
+        text = f"<system-reminder>quiet</system-reminder>{MARKUP} Refactor the parser"
+        server.chat([SYSTEM, {"role": "user", "content": text}], max_tokens=4, headers=headers)
         wait_for_reply(server)
         with closing(Index(servers.store / "index.sqlite")) as index:
-            (first,) = (one for one in index.sessions() if one.name)
+            (first,) = (entry for entry in index.sessions() if entry.name)
             with index.database.transaction():
                 for n in range(498):
                     copied = replace(first, id=f"{n:08x}", name="w" * 200, used=first.used - n)
@@ -500,20 +511,22 @@ def crowded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield server
 
 
-def test_500_sessions(browser: Browser, crowded: ServerProcess, width: int) -> None:
-    page, told = browser.new_page(viewport={"width": width, "height": 800}), list[str]()
-    page.on("console", lambda message: told.append(message.text))
+def test_page_with_500_sessions_filters_and_deletes_them(
+    browser: Browser, crowded: ServerProcess, width: int
+) -> None:
+    page, messages = browser.new_page(viewport={"width": width, "height": 800}), list[str]()
+    page.on("console", lambda message: messages.append(message.text))
     page.goto(url_of(crowded))
     names, place = page.locator(".session b"), page.locator("#place")
     expect(place).to_have_text(re.compile("^1 to 20 of "))
-    # Its first words, without the agent's reminder before them, and its client.
+    # The session's first words, without the agent's reminder, and its client.
     expect(page.get_by_text(f"{MARKUP} Refactor the parser", exact=True).first).to_be_visible()
     expect(page.get_by_text("Claude Code").first).to_be_visible()
     assert names.count() == 20 and page.evaluate(FITS)
     assert page.evaluate("document.documentElement.scrollHeight") < 5000
     page.get_by_role("button", name="Older").click()
     expect(place).to_have_text(re.compile("^21 to 40 of "))
-    # Nothing that is not shown is deleted without a word of it.
+    # The page says how many chosen sessions are on other pages.
     chosen = page.locator("#chosen")
     page.get_by_label("Choose all on this page").check()
     expect(chosen).to_have_text("20 chosen")
@@ -532,18 +545,20 @@ def test_500_sessions(browser: Browser, crowded: ServerProcess, width: int) -> N
     page.get_by_label("Choose all on this page").check()
     expect(page.locator("#choose-matches")).to_be_hidden()
     page.get_by_role("button", name="Delete them").click()
-    expect(page.get_by_role("dialog")).to_contain_text("This frees 0 B of disk")  # it is shared
+    expect(page.get_by_role("dialog")).to_contain_text(
+        "This frees 0 B of disk"
+    )  # the blocks are shared
     page.get_by_role("dialog").get_by_role("button", name="Delete").click()
     expect(page.locator("#status")).to_contain_text("11 sessions are deleted")
     expect(place).to_have_text("No session has that.")
     assert page.evaluate(FITS)
     page.close()
-    assert told == []
+    assert messages == []
 
 
 @pytest.mark.parametrize("width", [390, 768, 1440], indirect=True)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_largest_of_many_are_found_and_deleted_by_keys(
+def test_sessions_are_sorted_and_chosen_with_the_keyboard(
     browser: Browser, crowded: ServerProcess, width: int, scheme: Any
 ) -> None:
     page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
@@ -555,7 +570,7 @@ def test_the_largest_of_many_are_found_and_deleted_by_keys(
     expect(page.locator("#older")).to_have_text("Smaller")
     total = json.loads(crowded.request("GET", SESSIONS)[2])["total"]
     largest = json.loads(crowded.request("GET", f"{SESSIONS}?sort=size")[2])["sessions"]
-    expect(page.locator(".session .size").first).to_have_text(shown(largest[0]["bytes"]))
+    expect(page.locator(".session .size").first).to_have_text(size_text(largest[0]["bytes"]))
     # A long name keeps its end, at each width.
     name = names.filter(has_text="w" * 200).first
     start, end = name.locator(".start"), name.locator(".end")
@@ -565,8 +580,8 @@ def test_the_largest_of_many_are_found_and_deleted_by_keys(
     assert right_of_end <= right and top_of_end == pytest.approx(top, abs=3)  # in the same line
     assert name.inner_text() == "w" * 200
     n_lines = "e => Math.round(e.clientHeight / parseFloat(getComputedStyle(e).lineHeight))"
-    about = page.locator(".session .about", has_text="number").first
-    assert about.evaluate(n_lines) == (1 if width > 1000 else 2)
+    details = page.locator(".session .about", has_text="number").first
+    assert details.evaluate(n_lines) == (1 if width > 1000 else 2)
     # All matches are chosen, not only those on one page.
     page.locator("#choose-all").focus()
     keys.press("Space")
@@ -583,7 +598,7 @@ def test_the_largest_of_many_are_found_and_deleted_by_keys(
     keys.press("Enter")
     dialog = page.get_by_role("dialog")
     expect(dialog).to_contain_text(f"Delete {total} sessions?")
-    expect(dialog).to_contain_text(f"This frees {shown(everything['disk_bytes'])} of disk")
+    expect(dialog).to_contain_text(f"This frees {size_text(everything['disk_bytes'])} of disk")
     if folder := os.environ.get("KVPERSIST_SCREENSHOTS"):
         page.screenshot(path=f"{folder}/dialog-{width}-{scheme}.png")
     keys.press("Escape")
@@ -599,14 +614,16 @@ def test_the_largest_of_many_are_found_and_deleted_by_keys(
     page.close()
 
 
-def test_the_address_leads_to_the_page(browser: Browser, server: ServerProcess) -> None:
+def test_root_address_leads_to_the_page(browser: Browser, server: ServerProcess) -> None:
     page = browser.new_page()
     page.goto(url_of(server, "/"))
     assert page.url == url_of(server)
     page.close()
 
 
-def test_an_empty_page(browser: Browser, tiny_model: Path, tmp_path: Path) -> None:
+def test_page_without_sessions_shows_a_welcome(
+    browser: Browser, tiny_model: Path, tmp_path: Path
+) -> None:
     with closing(StartServer(tmp_path)) as servers:
         server = servers.with_plugin(tiny_model)
         page = browser.new_page(viewport={"width": 390, "height": 800})
@@ -621,7 +638,7 @@ def test_an_empty_page(browser: Browser, tiny_model: Path, tmp_path: Path) -> No
     ("options", "is_stored"),
     [((), True), (("--kvpersist-no-text", "--kvpersist-show-text"), False)],
 )
-def test_no_text_is_shown_that_may_not_be(
+def test_prompt_text_is_not_shown_unless_allowed(
     options: tuple[str, ...], is_stored: bool, tiny_model: Path, tmp_path: Path
 ) -> None:
     with closing(StartServer(tmp_path)) as servers:
@@ -631,8 +648,8 @@ def test_no_text_is_shown_that_may_not_be(
         assert session(server, "s")["words"] is None
         for path in (SESSIONS, f"{SESSIONS}?find=refactor", "/v1/kvpersist/requests"):
             assert b"Refactor" not in server.request("GET", path)[2]
-        found = json.loads(server.request("GET", f"{SESSIONS}?find=refactor")[2])
-        assert found["sessions"] == [] and found["total"] == 0
+        matches = json.loads(server.request("GET", f"{SESSIONS}?find=refactor")[2])
+        assert matches["sessions"] == [] and matches["total"] == 0
         with closing(Index(servers.store / "index.sqlite")) as index:
             (stored,) = index.sessions_named("s")
             assert ("words" in index.state.note(stored.id)) is is_stored
@@ -641,20 +658,20 @@ def test_no_text_is_shown_that_may_not_be(
             assert index.state.note(stored.id) == {}
 
 
-def test_an_old_answer_does_not_undo_a_newer_one(opened: Page, server: ServerProcess) -> None:
+def test_late_answer_does_not_undo_a_newer_change(opened: Page, server: ServerProcess) -> None:
     """A poll that began before a click may be answered after it."""
-    held: list[tuple[Route, APIResponse]] = []
+    held_answers: list[tuple[Route, APIResponse]] = []
 
     def hold(route: Route) -> None:
-        held.append((route, route.fetch()))
+        held_answers.append((route, route.fetch()))
 
     opened.route("**/kvpersist/sessions?*", hold, times=1)
-    while not held:
+    while not held_answers:
         opened.wait_for_timeout(50)
     action(opened, "first", "Pin")
     pinned = opened.locator(".session .about", has_text="pinned")
     expect(pinned).to_be_visible()
-    ((route, old),) = held
+    ((route, old),) = held_answers
     route.fulfill(response=old)
     opened.wait_for_timeout(300)
     assert pinned.is_visible()
@@ -663,7 +680,7 @@ def test_an_old_answer_does_not_undo_a_newer_one(opened: Page, server: ServerPro
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_can_be_read(opened: Page, scheme: Any) -> None:
+def test_page_has_enough_contrast(opened: Page, scheme: Any) -> None:
     opened.emulate_media(color_scheme=scheme)
     contrasts = opened.evaluate(CONTRAST)
     assert len(contrasts) > 4 and min(contrasts.values()) >= 4.5, contrasts
@@ -672,13 +689,15 @@ def test_it_can_be_read(opened: Page, scheme: Any) -> None:
     assert opened.locator("svg[role=img][aria-label*=requests]").count() == 2
 
 
-def test_no_other_script_runs(browser: Browser, server: ServerProcess) -> None:
+def test_content_security_policy_blocks_injected_scripts(
+    browser: Browser, server: ServerProcess
+) -> None:
     status, headers, body = server.request("GET", "/kvpersist")
     policy = headers["content-security-policy"]
     assert status == 200 and "default-src 'none'" in policy and "unsafe" not in policy
     assert b"://" not in body.replace(b"http://www.w3.org/2000/svg", b"")
-    page, told = browser.new_page(), list[str]()
-    page.on("console", lambda message: told.append(message.text))
+    page, messages = browser.new_page(), list[str]()
+    page.on("console", lambda message: messages.append(message.text))
     page.goto(url_of(server))
     page.evaluate("""() => {
         const script = document.createElement("script");
@@ -690,16 +709,16 @@ def test_no_other_script_runs(browser: Browser, server: ServerProcess) -> None:
         page.evaluate("document.body.innerHTML = '<b>x</b>'")
     assert page.evaluate("fetch('http://127.0.0.1:1/').catch((error) => error.message)")
     page.close()
-    assert any("Content Security Policy" in one for one in told)
+    assert any("Content Security Policy" in text for text in messages)
 
 
-def test_the_page_is_the_operators(server: ServerProcess) -> None:
+def test_only_operators_may_open_the_page(server: ServerProcess) -> None:
     for headers in ({"Host": "evil.example"}, {"X-Forwarded-For": "203.0.113.9"}):
         for path in ("/kvpersist", SESSIONS):
             assert server.request("GET", path, headers=headers)[0] == 403
 
 
-def test_with_a_key_the_page_asks_for_it(
+def test_page_asks_for_the_api_key(
     started: StartServer, tiny_model: Path, browser: Browser
 ) -> None:
     server = started.with_plugin(tiny_model, env={"KVPERSIST_API_KEY": "secret"})

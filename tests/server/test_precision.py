@@ -1,4 +1,4 @@
-"""The default precision on the real server."""
+"""The default precision on a real server."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ MESSAGES = [
 
 
 @pytest.mark.parametrize(
-    ("again", "restored"),
+    ("new_options", "restored"),
     [
         ((), True),
         (("--kvpersist-kv-bits", "k6v4"), False),
     ],
 )
-def test_a_conversation_is_found_in_the_precision_it_was_stored_in(
-    tiny_model: Path, start_server: StartServer, again: tuple[str, ...], restored: bool
+def test_conversation_is_reused_only_in_its_stored_precision(
+    tiny_model: Path, start_server: StartServer, new_options: tuple[str, ...], restored: bool
 ) -> None:
-    """A restart changes no reply."""
+    """With the same precision, a restart changes no reply."""
     server = start_server.with_plugin(tiny_model)
     first = server.chat(MESSAGES, session="s")
     assert re.search(r"keys 8 bits, values 4, rotated .* \d\d% of the unquantized size", server.log)
@@ -33,7 +33,7 @@ def test_a_conversation_is_found_in_the_precision_it_was_stored_in(
     messages.append({"role": "user", "content": "And then?"})
     uninterrupted = server.chat(messages, session="s")
     server.terminate()
-    server = start_server.with_plugin(tiny_model, *again)
+    server = start_server.with_plugin(tiny_model, *new_options)
     reply = server.chat(messages, session="s")
     assert (reply.cached_tokens > first.prompt_tokens) is restored
     if restored:

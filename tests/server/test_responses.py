@@ -43,8 +43,10 @@ def post(server: ScriptedServer, body: Any) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kept", ["content", "encrypted_content"])
-def test_a_round_trip_with_tools(server: ScriptedServer, client: OpenAI, kept: str) -> None:
-    """As Codex asks: developer messages, the whole input each time, all of it reused."""
+def test_streamed_tool_turns_reuse_all_earlier_tokens(
+    server: ScriptedServer, client: OpenAI, kept: str
+) -> None:
+    """As Codex sends requests: developer messages, and the whole input in each turn."""
     items: list[Any] = [
         {"type": "message", "role": "developer", "content": f"{kept}. {SYSTEM}"},
         {
@@ -93,7 +95,7 @@ def test_a_round_trip_with_tools(server: ScriptedServer, client: OpenAI, kept: s
         n_before = usage.total_tokens
         echoed = [item.to_dict() for item in reply.output]
         for item in echoed:
-            item.pop("id")  # Codex drops it
+            item.pop("id")  # Codex drops the id
             if item["type"] == "reasoning" and kept == "encrypted_content":
                 item["content"] = []
         items += echoed
@@ -107,18 +109,20 @@ def test_a_round_trip_with_tools(server: ScriptedServer, client: OpenAI, kept: s
             if item.type == "function_call"
         ]
     calls = [item for item in items if item["type"] == "function_call"]
-    assert [(one["name"], one.get("namespace")) for one in calls] == [
+    assert [(item["name"], item.get("namespace")) for item in calls] == [
         ("look", None),
         ("look", None),
         ("sail", "mcp__sea__"),
     ]
     assert json.loads(calls[0]["arguments"]) == {"where": "härbour", "deep": [1, None]}
     _, _, listed = server.process.request("GET", "/v1/kvpersist/requests")
-    sessions = [each["session"] for each in json.loads(listed)]
+    sessions = [record["session"] for record in json.loads(listed)]
     assert sessions.count(f"codex-{kept}") == 3
 
 
-def test_whole_replies_and_their_ends(server: ScriptedServer, client: OpenAI) -> None:
+def test_complete_and_truncated_replies_have_the_right_status(
+    server: ScriptedServer, client: OpenAI
+) -> None:
     server.say("<think>\nHm.\n</think>\n\nA whole one.")
     reply = client.responses.create(
         model="claude-x", input="Which ends?", instructions="Be brief.", temperature=0.0
@@ -140,16 +144,16 @@ def test_whole_replies_and_their_ends(server: ScriptedServer, client: OpenAI) ->
     assert cut.id != reply.id
 
 
-def test_the_same_conversation_is_one_in_all_apis(server: ScriptedServer) -> None:
-    """Chat completions, Messages and Responses render it alike: each reuses the other's."""
+def test_conversation_is_reused_across_apis(server: ScriptedServer) -> None:
+    """Chat completions, Messages and Responses render the same prompt."""
     question, answer = "Is it one?", "It is one."
     server.say(answer, "And here.", "And there.")
     talk: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
     chat = server.process.chat(talk, max_tokens=30)
     assert chat.text == answer
     talk += [{"role": "assistant", "content": answer}, {"role": "user", "content": "Where?"}]
-    told = [{**talk[0], "role": "developer"}, *talk[1:]]  # a role that this template lacks
-    status, reply = post(server, {"input": told, "max_output_tokens": 30})
+    items = [{**talk[0], "role": "developer"}, *talk[1:]]  # a role that this template lacks
+    status, reply = post(server, {"input": items, "max_output_tokens": 30})
     assert status == 200
     n_before = chat.prompt_tokens + chat.completion_tokens
     assert reply["usage"]["input_tokens_details"]["cached_tokens"] == n_before
@@ -160,7 +164,7 @@ def test_the_same_conversation_is_one_in_all_apis(server: ScriptedServer) -> Non
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"previous_response_id": "resp_1"}, "nothing is kept between requests"),
         ({"conversation": "conv_1"}, "nothing is kept between requests"),
@@ -175,15 +179,15 @@ def test_the_same_conversation_is_one_in_all_apis(server: ScriptedServer) -> Non
         ({"stream": 1}, "stream is 1, expected a boolean"),
     ],
 )
-def test_bad_bodies_get_a_sentence(
-    server: ScriptedServer, change: dict[str, Any], says: str
+def test_invalid_bodies_get_a_specific_error(
+    server: ScriptedServer, change: dict[str, Any], message: str
 ) -> None:
     status, answer = post(server, {"input": "x", "max_output_tokens": 5, **change})
     assert status == 400, answer
     assert answer["error"]["type"] == "invalid_request_error"
-    assert says in answer["error"]["message"]
+    assert message in answer["error"]["message"]
 
 
-def test_the_sdk_reads_our_errors(client: OpenAI) -> None:
+def test_openai_sdk_parses_our_errors(client: OpenAI) -> None:
     with pytest.raises(BadRequestError, match="nothing is kept between requests"):
         client.responses.create(model="m", input="x", previous_response_id="resp_1")

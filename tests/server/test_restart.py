@@ -1,4 +1,4 @@
-"""A conversation survives kill -9 of the stock server: the proof of the whole."""
+"""Conversations survive kill -9 of a real server."""
 
 from __future__ import annotations
 
@@ -55,8 +55,10 @@ def server(started: StartServer, tiny_model: Path) -> ServerProcess:
 
 
 @pytest.mark.parametrize("n_turns", [3, pytest.param(6, marks=pytest.mark.slow)])
-def test_killed_between_all_turns(tiny_model: Path, tmp_path: Path, n_turns: int) -> None:
-    """Same replies and the same bytes as a conversation that was never interrupted."""
+def test_kills_between_turns_change_no_reply_and_no_block(
+    tiny_model: Path, tmp_path: Path, n_turns: int
+) -> None:
+    """Replies, reuse and block files equal those of an uninterrupted conversation."""
     questions = [f"{n}. {synthetic_text(100, seed=n)}" for n in range(n_turns)]
     talks = {}
     for name in ("uninterrupted", "killed", "crowded"):
@@ -81,7 +83,7 @@ def test_killed_between_all_turns(tiny_model: Path, tmp_path: Path, n_turns: int
         assert talks[name].replies == talks["uninterrupted"].replies, name
         assert talks[name].cached == talks["uninterrupted"].cached, name
     assert len(set(talks["killed"].replies)) == n_turns
-    # Each turn reuses all that was stored before: prompt and reply of the last turn.
+    # Each turn reuses the prompt and the reply of the previous turn.
     for before, cached in zip(talks["killed"].totals, talks["killed"].cached[1:], strict=False):
         assert cached >= before - 1
     whole, killed = block_files(tmp_path / "uninterrupted"), block_files(tmp_path / "killed")
@@ -90,7 +92,7 @@ def test_killed_between_all_turns(tiny_model: Path, tmp_path: Path, n_turns: int
 
 
 class Crowd:
-    """Three other conversations that generate as long as the block lasts."""
+    """Three other conversations that generate replies during the `with` block."""
 
     def __init__(self, server: ServerProcess, seed: int) -> None:
         self._server = server
@@ -125,8 +127,8 @@ class Crowd:
                 return
 
 
-def test_sampled_replies_are_found_again(start_server: StartServer, models_dir: Path) -> None:
-    """At temperature 1 a reply is almost never the tokenizer's own choice of ids."""
+def test_sampled_replies_are_reused(start_server: StartServer, models_dir: Path) -> None:
+    """At temperature 1, tokenizing a reply's text almost never gives its ids."""
     model = make_tiny_model(models_dir / "any-bytes", whole_characters=False)
     tokenizer = load_tokenizer(model)
     server = start_server.with_plugin(model)
@@ -143,7 +145,7 @@ def test_sampled_replies_are_found_again(start_server: StartServer, models_dir: 
             server.restart(kill=True)
 
 
-def test_the_reply_says_what_was_reused(start_server: StartServer, tiny_model: Path) -> None:
+def test_header_and_log_say_what_was_reused(start_server: StartServer, tiny_model: Path) -> None:
     server = start_server.with_plugin(tiny_model)
     talk: list[Message] = [SYSTEM, {"role": "user", "content": "One?"}]
     first = server.chat(talk, "s", max_tokens=8)
@@ -181,7 +183,7 @@ def test_the_reply_says_what_was_reused(start_server: StartServer, tiny_model: P
     assert "computed (the prompt diverges from the stored text)" in sentences[2]
 
 
-def test_a_start_says_where_and_how(start_server: StartServer, tiny_model: Path) -> None:
+def test_start_logs_model_precision_and_folder(start_server: StartServer, tiny_model: Path) -> None:
     server = start_server.with_plugin(tiny_model, "--kvpersist-min-free", "900T")
     server.chat([SYSTEM, {"role": "user", "content": "One?"}])
     (line,) = (line for line in server.log.splitlines() if "a token, keys" in line)
@@ -197,7 +199,7 @@ def test_a_start_says_where_and_how(start_server: StartServer, tiny_model: Path)
     assert "less than the 900.0 TiB of --kvpersist-min-free, so nothing new is stored" in line
 
 
-def test_stocks_lines_on_its_empty_cache_do_not_contradict_ours(
+def test_stocks_prompt_cache_is_not_logged(
     server: ServerProcess,
 ) -> None:
     for _ in range(2):
@@ -206,10 +208,10 @@ def test_stocks_lines_on_its_empty_cache_do_not_contradict_ours(
     assert "Prompt Cache:" not in server.log
 
 
-def test_a_start_while_another_process_changes_the_store(
+def test_server_starts_while_another_process_has_the_lock(
     start_server: StartServer, tiny_model: Path
 ) -> None:
-    """Stored turns are used at once; new turns are written when the other process has ended."""
+    """Stored turns are used at once; new turns are written after the other process ends."""
     server, talk = start_server.with_plugin(tiny_model), Talk("main", start_server.store)
     talk.turn(server, "One?")
     with lock_holder(start_server.store) as holder:
@@ -221,7 +223,7 @@ def test_a_start_while_another_process_changes_the_store(
     wait_for_commit(talk.store, talk.session, reply.prompt_tokens + reply.completion_tokens)
 
 
-def test_isolated_sessions_share_nothing(start_server: StartServer, tiny_model: Path) -> None:
+def test_isolated_sessions_share_no_blocks(start_server: StartServer, tiny_model: Path) -> None:
     server = start_server.with_plugin(tiny_model, "--kvpersist-isolation", "session")
     talk: list[Message] = [SYSTEM, {"role": "user", "content": "One?"}]
     assert server.chat(talk, "a").cached_tokens == 0
@@ -231,8 +233,8 @@ def test_isolated_sessions_share_nothing(start_server: StartServer, tiny_model: 
     assert again.cached_tokens == again.prompt_tokens - 1
 
 
-def test_seeded_requests_are_kept_too(server: ServerProcess) -> None:
-    """A seed takes the server's other path, one request at a time."""
+def test_requests_with_a_seed_are_stored_and_reused(server: ServerProcess) -> None:
+    """The server runs requests with a seed one at a time."""
     talk: list[Message] = [{"role": "user", "content": synthetic_text(150, seed=98)}]
     cold = server.chat(talk, "s", seed=3, temperature=1.0)
     again = server.chat(talk, "s", seed=3, temperature=1.0)
@@ -241,15 +243,13 @@ def test_seeded_requests_are_kept_too(server: ServerProcess) -> None:
     assert again.kvpersist["outcome"] == "EXACT"
 
 
-def test_completions_without_a_chat(server: ServerProcess) -> None:
+def test_text_completions_are_reused(server: ServerProcess) -> None:
     first = server.complete("Once upon a time", max_tokens=10)
     more = server.complete("Once upon a time" + first.text + " and then", max_tokens=10)
     assert more.cached_tokens >= first.prompt_tokens
 
 
-def test_models_that_cannot_be_kept_are_served_as_stock(
-    start_server: StartServer, tmp_path: Path
-) -> None:
+def test_unsupported_model_is_served_as_stock(start_server: StartServer, tmp_path: Path) -> None:
     pytest.importorskip("mlx_lm.models.deepseek_v41", reason="newer than this mlx-lm")
     model = make_zoo_model(tmp_path / "model", "deepseek_v41")
     stock = start_server(model)

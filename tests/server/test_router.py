@@ -1,4 +1,4 @@
-"""Two servers behind SGLang's model gateway, newest: one dies, and every reply stays right."""
+"""Two servers behind the newest SGLang gateway: one is killed, and every reply is correct."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 N_CONVERSATIONS = 8
 N_TURNS = 4
 LEAST_SHARE = 0.9
-"""The share of one server's reuse that is left behind the router while that server lives."""
+"""The least reuse of the living server, as a share of the reuse without a router."""
 TOOLS = [
     {
         "name": "read",
@@ -31,7 +31,7 @@ TOOLS = [
 
 
 class Router(ServerProcess):
-    """The gateway, run as `connect router` says, and asked as a server is."""
+    """The gateway, run with the command of `connect router`, and used like a server."""
 
     def __init__(self, command: str, programs: Path, port: int, folder: Path) -> None:
         super().__init__("team", port=port, launcher=("smg",), log_path=folder / "router.log")
@@ -47,31 +47,31 @@ class Router(ServerProcess):
 
 Talk = list[dict[str, Any]]
 Answer = tuple[str, int, int]
-"""A reply's text, how many tokens of its prompt were reused, how many the prompt has."""
+"""A reply's text, the number of reused prompt tokens, and the number of prompt tokens."""
 
 
 def chat(server: ServerProcess, talk: Talk, n: int) -> Answer:
-    """Ask as most clients do: half of them for a stream."""
+    """Ask as most clients do; half of the conversations are streamed."""
     reply = server.chat(talk, model="default_model", max_tokens=8, stream=n % 4 == 1)
     return reply.text, reply.cached_tokens, reply.prompt_tokens
 
 
 def claude_code(server: ServerProcess, talk: Talk, n: int) -> Answer:
-    """Ask as Claude Code does: count, then a stream, with tools."""
+    """Ask as Claude Code does: count the tokens, then request a stream, with tools."""
     system = [{"type": "text", "text": f"You help with project {n}. " + "Be brief. " * 40}]
-    asked = {"model": "claude-local", "system": system, "tools": TOOLS, "messages": talk}
-    status, _, body = server.request("POST", "/v1/messages/count_tokens", asked)
+    request = {"model": "claude-local", "system": system, "tools": TOOLS, "messages": talk}
+    status, _, body = server.request("POST", "/v1/messages/count_tokens", request)
     assert status == 200, body
     text, usage = "", dict[str, int]()
-    streamed = {**asked, "max_tokens": 8, "stream": True}
+    streamed = {**request, "max_tokens": 8, "stream": True}
     for name, data in server.events("/v1/messages?beta=true", streamed):
         content = json.loads(data)
         if name == "content_block_delta":
             text += content["delta"].get("text", "")
         usage |= content.get("usage") or {}
-    n_all = sum(n for kind, n in usage.items() if kind.endswith("input_tokens"))
-    assert n_all == json.loads(body)["input_tokens"]
-    return text, usage["cache_read_input_tokens"], n_all
+    n_prompt = sum(n for kind, n in usage.items() if kind.endswith("input_tokens"))
+    assert n_prompt == json.loads(body)["input_tokens"]
+    return text, usage["cache_read_input_tokens"], n_prompt
 
 
 def ask(server: ServerProcess, talk: Talk, n: int) -> Answer:
@@ -79,12 +79,12 @@ def ask(server: ServerProcess, talk: Talk, n: int) -> Answer:
 
 
 def n_served(server: ServerProcess) -> int:
-    """Return how many requests a server that lives has answered so far."""
+    """Return how many requests a living server has answered so far."""
     return len(json.loads(server.request("GET", "/v1/kvpersist/requests")[2]))
 
 
 @dataclass
-class Asked:
+class Exchange:
     """A request that went through the router, and its answer."""
 
     n: int
@@ -93,19 +93,19 @@ class Asked:
     answer: Answer
 
 
-def test_one_of_two_servers_dies(
+def test_killing_one_routed_server_keeps_replies_and_reuse(
     start_server: StartServer, tiny_model: Path, tmp_path: Path
 ) -> None:
     def start(name: str, *more: str) -> ServerProcess:
         folder = ("--kvpersist-dir", str(tmp_path / name))
-        named = ("--kvpersist-served-name", "team")
-        return start_server.with_plugin(tiny_model, *folder, *named, *more)
+        name_option = ("--kvpersist-served-name", "team")
+        return start_server.with_plugin(tiny_model, *folder, *name_option, *more)
 
     servers = [start("a"), start("b")]
     assert json.loads(servers[0].request("GET", "/v1/models")[2])["data"][0]["id"] == "team"
     command = router([f"http://127.0.0.1:{server.port}" for server in servers])
     talks: list[Talk] = [[] for _ in range(N_CONVERSATIONS)]
-    asked: list[Asked] = []
+    exchanges: list[Exchange] = []
     with Router(command, install(tmp_path, "smg"), free_port(), tmp_path) as gateway:
         wait_until(lambda: n_workers(gateway) == 2, "both servers behind the router", 60)
         for turn in range(N_TURNS):
@@ -117,21 +117,28 @@ def test_one_of_two_servers_dies(
                 before = [n_served(server) for server in servers]
                 answer = ask(gateway, talk, n)
                 (server,) = [s for s, was in zip(servers, before, strict=True) if n_served(s) > was]
-                asked.append(Asked(n, list(talk), server, answer))
-                # Not the model's own words: a cold server would tokenize them in another way.
+                exchanges.append(Exchange(n, list(talk), server, answer))
+                # Not the model's reply: a cold server would tokenize its text differently.
                 talk.append({"role": "assistant", "content": synthetic_text(200, 1000 + seed)})
     (living,) = servers
     cold, alone = start("cold", "--kvpersist-isolation", "session"), start("alone")
-    once = [ask(alone, each.talk, each.n) for each in asked]
-    for each in asked:
-        text, n_reused, n_all = ask(cold, each.talk, each.n)
-        assert (text, n_all) == (each.answer[0], each.answer[2]) and n_reused == 0
-    homes = {n: {each.server for each in asked if each.n == n} for n in range(N_CONVERSATIONS)}
-    stayed = [n for n, where in homes.items() if where == {living}]
+    single_answers = [ask(alone, exchange.talk, exchange.n) for exchange in exchanges]
+    for exchange in exchanges:
+        text, n_reused, n_prompt = ask(cold, exchange.talk, exchange.n)
+        assert (text, n_prompt) == (exchange.answer[0], exchange.answer[2]) and n_reused == 0
+    homes = {
+        n: {exchange.server for exchange in exchanges if exchange.n == n}
+        for n in range(N_CONVERSATIONS)
+    }
+    stayed = [n for n, used in homes.items() if used == {living}]
     assert 2 <= len(stayed) < N_CONVERSATIONS, "the router uses both"
-    reused = sum(each.answer[1] for each in asked if each.n in stayed)
-    by_one = sum(answer[1] for each, answer in zip(asked, once, strict=True) if each.n in stayed)
-    assert reused >= LEAST_SHARE * by_one > 0, f"{reused:,} of {by_one:,} tokens"
+    reused = sum(exchange.answer[1] for exchange in exchanges if exchange.n in stayed)
+    single_reused = sum(
+        answer[1]
+        for exchange, answer in zip(exchanges, single_answers, strict=True)
+        if exchange.n in stayed
+    )
+    assert reused >= LEAST_SHARE * single_reused > 0, f"{reused:,} of {single_reused:,} tokens"
 
 
 def n_workers(gateway: ServerProcess) -> int:

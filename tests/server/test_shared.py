@@ -1,4 +1,4 @@
-"""Servers that share computed blocks: one restores the other's, and replies stay equal."""
+"""Servers share computed blocks: each restores the others' blocks, and replies do not change."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ QUESTIONS = [synthetic_text(300, seed=n) for n in range(20, 23)]
 
 
 def stats_of(server: ServerProcess) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(server.request("GET", "/v1/kvpersist/stats")[2])
-    return found
+    stats: dict[str, Any] = json.loads(server.request("GET", "/v1/kvpersist/stats")[2])
+    return stats
 
 
 def shared_counts(server: ServerProcess) -> dict[str, Any]:
-    found: dict[str, Any] = stats_of(server)["store"]["tiers"]["shared"]
-    return found
+    counts: dict[str, Any] = stats_of(server)["store"]["tiers"]["shared"]
+    return counts
 
 
 def wait_until_put(server: ServerProcess) -> None:
@@ -51,7 +51,7 @@ class Talk:
         self.replies: list[Reply] = []
 
     def ask(self, server: ServerProcess, *questions: str) -> Reply:
-        """Have one turn after another; return the last reply."""
+        """Run one turn for each question; return the last reply."""
         for question in questions:
             self.messages.append({"role": "user", "content": question})
             reply = server.chat(self.messages, "s", max_tokens=270, temperature=0.0)
@@ -73,7 +73,7 @@ def key(tmp_path: Path) -> Path:
 
 
 class Team:
-    """Servers of one model, each with a folder of its own, and all with one store."""
+    """Servers of one model, each with its own folder, and all with one shared store."""
 
     def __init__(self, start: StartServer, model: Path, folder: Path, url: str, key: Path) -> None:
         self._start, self._model, self._folder = start, model, folder
@@ -102,9 +102,9 @@ def team(started: StartServer, tiny_model: Path, tmp_path: Path, key: Path) -> T
 
 @pytest.mark.parametrize(
     "architecture",
-    ["", *(pytest.param(one, marks=pytest.mark.slow) for one in ("qwen3_next", "gemma3_text"))],
+    ["", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "gemma3_text"))],
 )
-def test_a_conversation_goes_on_at_another_server(
+def test_conversation_continues_at_another_server(
     started: StartServer, tiny_model: Path, tmp_path: Path, key: Path, architecture: str
 ) -> None:
     model = make_zoo_model(tmp_path / "model", architecture) if architecture else tiny_model
@@ -124,18 +124,16 @@ def test_a_conversation_goes_on_at_another_server(
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_before_it_puts_something_puts_it_afterwards(
-    team: Team, tmp_path: Path
-) -> None:
+def test_killed_server_shares_its_blocks_after_a_restart(team: Team, tmp_path: Path) -> None:
     expected, talk = team.expected(), Talk()
     first = team.server()
-    in_the_way = tmp_path / "bucket" / "kvpersist"
-    in_the_way.touch()
+    obstacle = tmp_path / "bucket" / "kvpersist"
+    obstacle.touch()
     talk.ask(first, QUESTIONS[0])
-    wait_for_reply(first)  # else the next prompt has the tokens of the reply's text
+    wait_for_reply(first)  # otherwise the next prompt has the tokenized text of the reply
     assert shared_counts(first)["written"] == 0
     first.restart(kill=True)
-    in_the_way.unlink()
+    obstacle.unlink()
     talk.ask(first, QUESTIONS[1])
     wait_until_put(first)
     second = team.server()
@@ -159,12 +157,12 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
 
 
 @pytest.mark.slow
-def test_over_s3_servers_with_empty_disks_go_on(
+def test_servers_with_empty_disks_continue_conversations_from_s3(
     started: StartServer, tiny_model: Path, tmp_path: Path, key: Path, bucket: Bucket
 ) -> None:
-    """They have computed nothing of the conversation, and reply as if they had.
+    """A new server replies as if it had computed the conversation.
 
-    At last the store is slow, then gone: replies stay right, and nothing is lost locally.
+    Then the store is slow, and later gone: replies are correct, and local blocks are reused.
     """
     team = Team(started, tiny_model, tmp_path, bucket.url, key)
     expected, talk = team.expected(), Talk()
@@ -199,11 +197,11 @@ from mlx_lm_kvpersist._startup import serve
 obstore.store.LocalStore = lambda *args, **options: threading.Event().wait()
 serve(sys.argv[1:])
 """
-"""A server whose shared folder never answers, as a folder of NFS without its server."""
+"""A server whose shared folder never answers, like an NFS folder without its server."""
 
 
 @pytest.mark.slow
-def test_a_server_starts_serves_and_ends_although_its_shared_folder_hangs(
+def test_server_starts_serves_and_ends_with_a_hanging_shared_folder(
     started: StartServer, tiny_model: Path, tmp_path: Path
 ) -> None:
     (launcher := tmp_path / "hanging.py").write_text(HANGING)

@@ -1,4 +1,4 @@
-"""A real model, a real text, kill -9: all stored tokens are reused, and no reply changes."""
+"""A real model with a real text: after kill -9 all stored tokens are reused, no reply changes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Talk:
         wait_for_reply(self.server)
 
 
-def talk_on(folder: Path, model: Path, *, is_killed: bool) -> list[Reply]:
+def run_talk(folder: Path, model: Path, *, is_killed: bool) -> list[Reply]:
     """Ask all questions and return the replies; kill the server between them if `is_killed`."""
     folder.mkdir()
     start = StartServer(folder)
@@ -69,9 +69,11 @@ def talk_on(folder: Path, model: Path, *, is_killed: bool) -> list[Reply]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_real_conversation_goes_on_after_kill9(smollm2: Path, tmp_path: Path) -> None:
-    expected = talk_on(tmp_path / "uninterrupted", smollm2, is_killed=False)
-    replies = talk_on(tmp_path / "killed", smollm2, is_killed=True)
+def test_conversation_with_a_real_model_continues_after_kill_9(
+    smollm2: Path, tmp_path: Path
+) -> None:
+    expected = run_talk(tmp_path / "uninterrupted", smollm2, is_killed=False)
+    replies = run_talk(tmp_path / "killed", smollm2, is_killed=True)
     assert [reply.text for reply in replies] == [reply.text for reply in expected]
     assert [reply.ids for reply in replies] == [reply.ids for reply in expected]
     assert [reply.cached_tokens for reply in replies] == [reply.cached_tokens for reply in expected]
@@ -98,11 +100,11 @@ FACTS = {
     "What is a telescope?": "device",
     "Who wrote Romeo and Juliet?": "Shakespeare",
 }
-"""Facts of whose first word the model in its own precision is sure."""
+"""Facts whose first word the model predicts with certainty in full precision."""
 
 
-def facts_told(folder: Path, model: Path, *options: str) -> int:
-    """Ask for the facts in one conversation; return how many replies name theirs."""
+def count_correct_facts(folder: Path, model: Path, *options: str) -> int:
+    """Ask for the facts in one conversation; return how many replies name the right fact."""
     folder.mkdir()
     start = StartServer(folder)
     try:
@@ -122,6 +124,6 @@ def facts_told(folder: Path, model: Path, *options: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_ten_turns_with_outlier_channels_make_sense(smollm2: Path, tmp_path: Path) -> None:
+def test_model_with_outlier_channels_names_correct_facts(smollm2: Path, tmp_path: Path) -> None:
     model = add_outliers(smollm2, tmp_path / "outliers", factors=(8.0, 16.0))
-    assert facts_told(tmp_path / "default", model) >= 8
+    assert count_correct_facts(tmp_path / "default", model) >= 8

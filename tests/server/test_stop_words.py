@@ -1,4 +1,4 @@
-"""A reply ends at a stop word in its text, on every API, however the model cut it into tokens."""
+"""A reply ends at a stop word in its text, on every API and for any tokens of the word."""
 
 from __future__ import annotations
 
@@ -23,61 +23,67 @@ def ask(
     """Return a chat completion's text, its finish reason and how many tokens it counts."""
     server.say(reply)
     given = {"messages": USER, "max_tokens": 400, "stop": stop, "stream": stream, **changes}
-    said = server.process.chat(**given)
-    return said.text, said.finish_reason, said.completion_tokens
+    response = server.process.chat(**given)
+    return response.text, response.finish_reason, response.completion_tokens
 
 
 @STOPS
 @STREAMS
-def test_chat_completions(scripted_server: ScriptedServer, stream: bool, word: str) -> None:
+def test_chat_reply_ends_at_a_stop_word(
+    scripted_server: ScriptedServer, stream: bool, word: str
+) -> None:
     text, reason, n_tokens = ask(scripted_server, REPLY, [word, "never"], stream)
     assert (text, reason) == (REPLY.partition(word)[0], "stop")
-    assert n_tokens < 40  # nothing was computed after it
+    assert n_tokens < 40  # nothing was computed after the stop word
 
 
 @STREAMS
-def test_a_text_that_only_begins_like_a_stop_word_is_sent_whole(
+def test_text_that_only_begins_like_a_stop_word_is_sent(
     scripted_server: ScriptedServer, stream: bool
 ) -> None:
-    found = ask(scripted_server, "A list: ##", ["###", "list: ###"], stream)
-    assert found[:2] == ("A list: ##", "stop")
+    whole = ask(scripted_server, "A list: ##", ["###", "list: ###"], stream)
+    assert whole[:2] == ("A list: ##", "stop")
     cut = ask(scripted_server, "#" * 40, "#" * 100, stream, max_tokens=10)
     assert cut[1] == "length" and set(cut[0]) == {"#"}
 
 
 @STREAMS
-def test_calls_and_thoughts_are_not_searched(scripted_server: ScriptedServer, stream: bool) -> None:
+def test_stop_words_in_tool_calls_and_reasoning_are_ignored(
+    scripted_server: ScriptedServer, stream: bool
+) -> None:
     reply = "<think>\nlook there\n</think>\n\nI am.\n" + call("look", where="look")
     scripted_server.say(reply)
-    said = scripted_server.process.chat(
+    response = scripted_server.process.chat(
         USER, max_tokens=200, stop=["look"], tools=[TOOL], stream=stream
     )
-    assert [each["function"]["name"] for each in said.tool_calls] == ["look"]
-    assert said.finish_reason == "tool_calls" and said.text.strip() == "I am."
+    assert [tool_call["function"]["name"] for tool_call in response.tool_calls] == ["look"]
+    assert response.finish_reason == "tool_calls" and response.text.strip() == "I am."
 
 
 @pytest.mark.parametrize("word", ["</think>", "<tool_call>", "</tool_call>", "never"])
 @STREAMS
-def test_a_mark_of_the_template_ends_a_reply_as_in_stock(
+def test_control_token_as_stop_word_ends_a_reply_as_in_stock(
     scripted_server: ScriptedServer, stream: bool, word: str
 ) -> None:
-    """Budgets of thinking and agents that run tools themselves stop at a mark."""
+    """Thinking budgets, and agents that run tools themselves, use such stop words."""
     reply = "<think>\nlook there\n</think>\n\nI am.\n" + call("look", where="look") + "\nDone."
     scripted_server.say(reply)
-    said = scripted_server.process.chat(
+    response = scripted_server.process.chat(
         USER, max_tokens=200, stop=[word], tools=[TOOL], stream=stream
     )
     is_called = word in ("</tool_call>", "never")
-    assert len(said.tool_calls) == is_called
-    assert said.finish_reason == ("tool_calls" if is_called else "stop")
+    assert len(response.tool_calls) == is_called
+    assert response.finish_reason == ("tool_calls" if is_called else "stop")
     texts = {"</think>": "", "<tool_call>": "I am.", "</tool_call>": "I am."}
-    assert said.text.strip() == texts.get(word, "I am.\n\nDone.")
-    assert said.reasoning.strip() == "look there"
+    assert response.text.strip() == texts.get(word, "I am.\n\nDone.")
+    assert response.reasoning.strip() == "look there"
 
 
 @STOPS
 @STREAMS
-def test_text_completions(scripted_server: ScriptedServer, stream: bool, word: str) -> None:
+def test_text_completion_ends_at_a_stop_word(
+    scripted_server: ScriptedServer, stream: bool, word: str
+) -> None:
     scripted_server.say(REPLY)
     body = {
         "prompt": "Say it.",
@@ -99,7 +105,9 @@ def test_text_completions(scripted_server: ScriptedServer, stream: bool, word: s
 
 @STOPS
 @STREAMS
-def test_messages(scripted_server: ScriptedServer, stream: bool, word: str) -> None:
+def test_messages_reply_ends_at_a_stop_word(
+    scripted_server: ScriptedServer, stream: bool, word: str
+) -> None:
     scripted_server.say(REPLY)
     body = {"model": "claude-x", "messages": USER, "max_tokens": 400, "stop_sequences": [word]}
     path = "/v1/messages"
@@ -116,7 +124,9 @@ def test_messages(scripted_server: ScriptedServer, stream: bool, word: str) -> N
 
 
 @STREAMS
-def test_the_next_turn_reuses_what_was_sent(scripted_server: ScriptedServer, stream: bool) -> None:
+def test_next_turn_reuses_a_reply_that_ended_at_a_stop_word(
+    scripted_server: ScriptedServer, stream: bool
+) -> None:
     question = [{"role": "user", "content": f"How far? {stream}"}]
     scripted_server.say(REPLY)
     first = scripted_server.process.chat(question, max_tokens=400, stop="nothing", stream=stream)

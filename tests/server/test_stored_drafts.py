@@ -1,4 +1,4 @@
-"""A reply that another conversation has had takes fewer steps, after a restart, too.
+"""A reply that another conversation has already got takes fewer steps, also after a restart.
 
 Wrong drafts change neither a reply nor its stored blocks.
 """
@@ -41,35 +41,41 @@ serve(sys.argv[1:])
 """
 
 
-def test_what_another_session_was_told_is_guessed(tiny_model: Path, tmp_path: Path) -> None:
-    launcher, told = tmp_path / "counting.py", tmp_path / "told"
+def test_stored_reply_of_another_session_becomes_draft_tokens(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    launcher, count_log = tmp_path / "counting.py", tmp_path / "told"
     launcher.write_text(LAUNCHER, encoding="utf-8")
 
-    def n_guessed() -> int:
-        counts = told.read_text().split() if told.exists() else []
-        told.write_text("")
+    def n_accepted_drafts() -> int:
+        counts = count_log.read_text().split() if count_log.exists() else []
+        count_log.write_text("")
         return sum(map(int, counts)) - len(counts)
 
     start = StartServer(tmp_path)
     try:
-        env = {"TOLD": str(told)}
+        env = {"TOLD": str(count_log)}
         server = start.with_plugin(tiny_model, launcher=(str(launcher),), env=env)
         prompt = synthetic_text(60, seed=5)
 
         def reply(session: str, namespace: str = "ours") -> str:
             headers = {"X-KVPersist-Namespace": namespace}
-            got = server.complete(prompt, session, max_tokens=150, temperature=0.0, headers=headers)
-            wait_for_commit(start.store, session, got.prompt_tokens + got.completion_tokens)
-            return got.text
+            response = server.complete(
+                prompt, session, max_tokens=150, temperature=0.0, headers=headers
+            )
+            wait_for_commit(
+                start.store, session, response.prompt_tokens + response.completion_tokens
+            )
+            return response.text
 
-        first, by_itself = reply("a"), n_guessed()
+        first, n_without_store = reply("a"), n_accepted_drafts()
         server.restart(kill=True)
         assert reply("b", "theirs") == first
-        assert n_guessed() < by_itself + 30
-        assert reply("c") == first  # while stored ids are read
-        n_guessed()
+        assert n_accepted_drafts() < n_without_store + 30
+        assert reply("c") == first  # the stored ids are still being read
+        n_accepted_drafts()
         assert reply("d") == first
-        assert n_guessed() > by_itself + 100
+        assert n_accepted_drafts() > n_without_store + 100
     finally:
         start.close()
 
@@ -101,10 +107,10 @@ serve(sys.argv[1:])
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "deepseek_v3", "llama"])
-def test_wrong_drafts_change_neither_a_reply_nor_what_is_stored(
+def test_wrong_drafts_change_neither_replies_nor_stored_tokens(
     family: str, start_server: StartServer, tmp_path: Path
 ) -> None:
-    """Replies go over the end of a window of 64, or of a block; each turn after a kill."""
+    """Replies cross the end of a window of 64 tokens or of a block; a kill follows each turn."""
     model, launcher = make_zoo_model(tmp_path / "model", family), tmp_path / "wrong.py"
     config = json.loads((model / "config.json").read_text())
     if "sliding_window" in config:
@@ -119,10 +125,10 @@ def test_wrong_drafts_change_neither_a_reply_nor_what_is_stored(
     for _ in range(3):
         params: dict[str, Any] = {"max_tokens": 50, "temperature": 0.0, "logprobs": True}
         both = [server.complete(text, "mine", **params) for server in servers]
-        said, expected = (one.raw["choices"][0]["logprobs"]["content"] for one in both)
+        actual, expected = (entry.raw["choices"][0]["logprobs"]["content"] for entry in both)
         assert both[0].text == both[1].text
-        logprobs = [one["logprob"] for one in expected]
-        assert [one["logprob"] for one in said] == pytest.approx(logprobs, abs=2e-2)
+        logprobs = [entry["logprob"] for entry in expected]
+        assert [entry["logprob"] for entry in actual] == pytest.approx(logprobs, abs=2e-2)
         for server, store, reply in zip(servers, stores, both, strict=True):
             n_tokens = reply.prompt_tokens + reply.completion_tokens
             wait_for_commit(Path(store[1]), "mine", n_tokens)

@@ -1,4 +1,4 @@
-"""Prompts that no chat template, or a template with arguments, makes."""
+"""Prompts without a chat template, and from a template with arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support import Message, StartServer, make_tiny_model, synthetic_text
 LONG = synthetic_text(200, seed=3)
 
 
-def test_role_mapping_without_a_template(
+def test_prompts_from_a_role_mapping_are_reused(
     start_server: StartServer, tiny_model: Path, models_dir: Path
 ) -> None:
     model = models_dir / "no-template"
@@ -32,7 +32,7 @@ def test_role_mapping_without_a_template(
     assert "could not be looked up" not in server.log
 
 
-def test_template_arguments_make_another_prompt(
+def test_prompts_with_other_template_arguments_are_not_reused(
     start_server: StartServer, models_dir: Path
 ) -> None:
     template = (

@@ -1,4 +1,4 @@
-"""Nothing in a reply depends on what other tenants have stored: a guess learns nothing."""
+"""Replies do not depend on what other tenants have stored, so a guess reveals nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPTS = {
     "short": SECRET,
     "long": SECRET + synthetic_text(700, seed=31),
 }
-"""Alice's. A block has 256 tokens."""
+"""The prompts of the tenant Alice. A block has 256 tokens."""
 GUESSES: dict[str, Callable[[str], str]] = {
     "right": lambda text: text,
     "wrong": lambda text: text.replace("4711", "4712"),
@@ -35,10 +35,10 @@ UNLIKE = re.compile(
 PLACES: dict[str, tuple[tuple[str, ...], Any]] = {
     "keys": (
         ("--kvpersist-namespace-by-key",),
-        lambda who: {"Authorization": f"Bearer {who}"},
+        lambda tenant: {"Authorization": f"Bearer {tenant}"},
     ),
-    "namespaces": ((), lambda who: {"X-KVPersist-Namespace": who}),
-    "sessions": (("--kvpersist-isolation", "session"), lambda who: {"X-Session-ID": who}),
+    "namespaces": ((), lambda tenant: {"X-KVPersist-Namespace": tenant}),
+    "sessions": (("--kvpersist-isolation", "session"), lambda tenant: {"X-Session-ID": tenant}),
 }
 
 
@@ -60,30 +60,30 @@ def _requests(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 class Tenants:
-    """The clients of a server, each with its name. They use some forms of a request."""
+    """Named clients of a server, which use some forms of a request."""
 
     def __init__(self, server: ServerProcess, headers: Any, forms: slice = slice(None)) -> None:
         self.server, self._headers, self.forms = server, headers, forms
 
-    def ask(self, who: str, path: str, body: Mapping[str, Any]) -> tuple[int, Any, str]:
+    def ask(self, tenant: str, path: str, body: Mapping[str, Any]) -> tuple[int, Any, str]:
         """Return status, headers and body of a reply, without names and times."""
-        status, headers, answer = self.server.request("POST", path, body, self._headers(who))
+        status, headers, answer = self.server.request("POST", path, body, self._headers(tenant))
         names = ("date", "x-kvpersist-request", "content-length")
-        told = {name: text for name, text in headers.items() if name not in names}
+        kept_headers = {name: text for name, text in headers.items() if name not in names}
         text = answer.decode()
         text = re.sub(r": x-kvpersist-request: .*", "", text, flags=re.IGNORECASE)
-        return status, UNLIKE.sub("", json.dumps(told)), UNLIKE.sub("", text)
+        return status, UNLIKE.sub("", json.dumps(kept_headers)), UNLIKE.sub("", text)
 
-    def guess(self, who: str, *lengths: str) -> dict[tuple[str, ...], tuple[int, Any, str]]:
-        """Return the replies to guesses at prompts, each by a tenant that is new."""
-        found: dict[tuple[str, ...], tuple[int, Any, str]] = {}
+    def guess(self, tenant: str, *lengths: str) -> dict[tuple[str, ...], tuple[int, Any, str]]:
+        """Return the replies to guessed prompts, each from a new tenant."""
+        replies: dict[tuple[str, ...], tuple[int, Any, str]] = {}
         for length in lengths:
-            for how in GUESSES if len(lengths) > 1 else ("right", "beginning"):
-                secret, guess = PROMPTS[length], GUESSES[how]
+            for kind in GUESSES if len(lengths) > 1 else ("right", "beginning"):
+                secret, guess = PROMPTS[length], GUESSES[kind]
                 for path, body in requests(guess(secret))[self.forms]:
-                    case = length, how, path, str(body["stream"])
-                    found[case] = self.ask(f"{who} {' '.join(case)}", path, body)
-        return found
+                    case = length, kind, path, str(body["stream"])
+                    replies[case] = self.ask(f"{tenant} {' '.join(case)}", path, body)
+        return replies
 
 
 def check_guesses(tenants: Tenants, *lengths: str) -> None:
@@ -103,27 +103,29 @@ def check_guesses(tenants: Tenants, *lengths: str) -> None:
 
 
 @pytest.fixture
-def by(request: pytest.FixtureRequest, start_server: StartServer, tiny_model: Path) -> Tenants:
+def tenants(request: pytest.FixtureRequest, start_server: StartServer, tiny_model: Path) -> Tenants:
     options, headers = PLACES[request.param]
-    # Half of the forms by each name; all of them by two.
+    # Each place uses half of the forms; two places use all of them.
     forms = slice(list(PLACES).index(request.param) % 2, None, 2)
     return Tenants(start_server.with_plugin(tiny_model, *options), headers, forms)
 
 
-@pytest.mark.parametrize("by", PLACES, indirect=True)
+@pytest.mark.parametrize("tenants", PLACES, indirect=True)
 @pytest.mark.parametrize(
     "lengths", [("long",), pytest.param(tuple(PROMPTS), marks=pytest.mark.slow)], ids=len
 )
-def test_a_guess_learns_nothing_of_other_tenants(by: Tenants, lengths: tuple[str, ...]) -> None:
-    check_guesses(by, *lengths)
-    records = json.loads(by.server.request("GET", "/v1/kvpersist/requests")[2])
-    assert any(one["reason"] == "stored in another namespace or session" for one in records)
+def test_guess_reveals_nothing_about_other_tenants(
+    tenants: Tenants, lengths: tuple[str, ...]
+) -> None:
+    check_guesses(tenants, *lengths)
+    records = json.loads(tenants.server.request("GET", "/v1/kvpersist/requests")[2])
+    assert any(record["reason"] == "stored in another namespace or session" for record in records)
 
 
-def test_a_guess_learns_nothing_of_a_model_that_stock_serves(
+def test_guess_reveals_nothing_if_stock_serves_the_model(
     start_server: StartServer, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Stock's own prompt cache knows no tenants. With a draft, models with windows are refused."""
+    """Stock's prompt cache has no namespaces. It serves windowed models with a draft model."""
     model = make_zoo_model(tmp_path / "model", "gemma3_text")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "sliding_window": 4096}))
@@ -138,24 +140,24 @@ def test_a_guess_learns_nothing_of_a_model_that_stock_serves(
     assert json.loads(answer)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
-def test_the_number_of_agents_of_others_is_nobodys_business(
+def test_other_tenants_agents_do_not_change_answers(
     start_server: StartServer, tiny_model: Path
 ) -> None:
     """Neither the ids nor the number of other tenants' agents make a difference."""
     server = start_server.with_plugin(tiny_model)
 
-    def create(who: str, name: str) -> tuple[int, Any]:
-        headers = {"X-KVPersist-Namespace": who}
+    def create(tenant: str, name: str) -> tuple[int, Any]:
+        headers = {"X-KVPersist-Namespace": tenant}
         status, _, answer = server.request("POST", "/v1/agents", {"id": name}, headers)
         return status, {**json.loads(answer), "created": 0}
 
     first = create("Carol", "vault")
     assert first[0] == 201
     assert create("Alice", "vault") == create("Bob", "vault") == first
-    asked = [
+    responses = [
         server.request(method, f"/v1/agents/{name}{call}", {}, {"X-KVPersist-Namespace": "Dave"})
         for method, call in (("GET", ""), ("DELETE", ""), ("POST", "/pin"), ("POST", "/evict"))
         for name in ("vault", "nobody")
     ]
-    seen = [(status, answer) for status, _, answer in asked]
-    assert seen[::2] == seen[1::2] and {status for status, _ in seen} == {404}
+    answers = [(status, answer) for status, _, answer in responses]
+    assert answers[::2] == answers[1::2] and {status for status, _ in answers} == {404}

@@ -1,4 +1,4 @@
-"""Beginnings that are computed and pinned before anybody asks."""
+"""Prompts that are computed and pinned before the first request."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def server(
 
 def sessions(started: StartServer, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     assert main(["sessions", "list", "--json", "--kvpersist-dir", str(started.store)]) == 0
-    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["sessions"]
-    return found
+    listed: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["sessions"]
+    return listed
 
 
-def test_a_file_is_computed_and_pinned_at_the_start(
+def test_warm_file_is_computed_and_pinned_at_the_start(
     started: StartServer, server: ServerProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wait_until(lambda: "is computed and pinned" in server.log, "a warm server")
@@ -42,11 +42,11 @@ def test_a_file_is_computed_and_pinned_at_the_start(
     assert (session["name"], session["pinned"]) == ("warm Fr-hst-ck", True)
     first = server.chat([SYSTEM, ASK], max_tokens=2)
     assert first.kvpersist["outcome"] == "DIVERGE"
-    # All of it except the template's words after it.
+    # All of the session except the template's text after the system prompt.
     assert first.cached_tokens > session["tokens"] - 12 > 256
 
 
-def test_a_request_that_a_client_has_sent(
+def test_warm_command_pins_only_the_newest_request_of_a_file(
     started: StartServer, server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "agent.json"
@@ -63,17 +63,19 @@ def test_a_request_that_a_client_has_sent(
         body["messages"] = [{"role": "user", "content": question}]
         file.write_text(json.dumps(body))
         assert main(["warm", str(file), *url, "--json"]) == 0
-        told = json.loads(capsys.readouterr().out)
-        assert told["name"] == "warm agent" and told["pinned"]
-    named = [each for each in sessions(started, capsys) if each["name"] == "warm agent"]
-    assert [each["id"] for each in named if each["pinned"]] == [told["id"]] and len(named) == 2
+        result = json.loads(capsys.readouterr().out)
+        assert result["name"] == "warm agent" and result["pinned"]
+    entries = [entry for entry in sessions(started, capsys) if entry["name"] == "warm agent"]
+    assert [entry["id"] for entry in entries if entry["pinned"]] == [result["id"]] and len(
+        entries
+    ) == 2
     status, headers, _ = server.request(
         "POST", "/v1/messages", {**body, "stream": False, "max_tokens": 2}
     )
     assert status == 200 and "outcome=EXACT" in headers["x-kvpersist"]
 
 
-def test_a_refusal_is_one_line(
+def test_warm_command_prints_a_refusal_as_one_line(
     server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "odd.json"

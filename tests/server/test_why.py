@@ -46,7 +46,7 @@ def printed(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_names(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a server's record as the store has it: its session's title and words are not in it."""
+    """Return a server's record as in the store: without the session's title and words."""
     return {name: value for name, value in record.items() if name not in ("title", "words")}
 
 
@@ -55,7 +55,9 @@ def unquoted(record: dict[str, Any]) -> dict[str, Any]:
     return {**record, "divergence": divergence and {**divergence, "stored": None, "asked": None}}
 
 
-def test_where_a_prompt_parts(server: ServerProcess, capsys: pytest.CaptureFixture[str]) -> None:
+def test_record_and_why_show_where_a_prompt_diverges(
+    server: ServerProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
     system: Message = {"role": "system", "content": synthetic_text(300, seed=7)}
     reply = server.chat([system, QUESTION], "s")
     edited: Message = {"role": "user", "content": "What does the north gate see at noon?"}
@@ -75,61 +77,67 @@ def test_where_a_prompt_parts(server: ServerProcess, capsys: pytest.CaptureFixtu
     )
     assert divergence["stored"].startswith("tower see at noon?")
     assert divergence["asked"].startswith("gate see at noon?")
-    # The same through the command line.
+    # The command prints the same.
     options = ["--url", f"http://127.0.0.1:{server.port}"]
     assert main(["why", *options, newest["id"]]) == 0
-    said = capsys.readouterr().out
-    assert "in message 1 (user), at its character 20" in said and "asked:  gate see" in said
+    output = capsys.readouterr().out
+    assert "in message 1 (user), at its character 20" in output and "asked:  gate see" in output
     assert main(["why", *options]) == 0
     assert newest["id"] in capsys.readouterr().out
     assert main(["why", *options, "--json", newest["id"]]) == 0
-    told = without_names(json.loads(capsys.readouterr().out))  # names come when a turn is written
-    assert told == printed(without_names(newest))
+    printed_record = without_names(
+        json.loads(capsys.readouterr().out)
+    )  # names are set when a turn is written
+    assert printed_record == printed(without_names(newest))
     assert main(["why", *options, "no-such-id"]) == 1
     assert "no request 'no-such-id'" in capsys.readouterr().err
 
 
-def test_why_needs_no_running_server(
+def test_why_reads_records_without_a_running_server(
     start_server: StartServer, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = start_server.with_plugin(tiny_model)
     server.chat([SYSTEM, QUESTION], "first")
     server.chat([SYSTEM, {"role": "user", "content": "What does the north gate see?"}], "s")
-    wait_until(lambda: all(one["first_token_s"] for one in records(server)), "their first tokens")
-    told = [*map(without_names, records(server))]
+    wait_until(
+        lambda: all(entry["first_token_s"] for entry in records(server)), "their first tokens"
+    )
+    expected = [*map(without_names, records(server))]
     server.terminate()
     store = ["--kvpersist-dir", str(start_server.store)]
     assert main(["why", *store, "--json"]) == 0
     stored = json.loads(capsys.readouterr().out)
-    assert [*map(unquoted, stored)] == [*map(printed, told)]  # the server quotes nothing
+    assert [*map(unquoted, stored)] == [
+        *map(printed, expected)
+    ]  # the server's records have no quotes
     assert stored[0]["divergence"]["asked"].startswith("gate see?")
     assert main(["why", *store]) == 0
     out = capsys.readouterr().out
-    assert all(record["id"] in out and record["sentence"] in out for record in told)
-    assert f"Of {sum(one['prompt_tokens'] for one in told):,} tokens" in out
+    assert all(record["id"] in out and record["sentence"] in out for record in expected)
+    assert f"Of {sum(entry['prompt_tokens'] for entry in expected):,} tokens" in out
     assert re.search(r"^Written in the last hour: [1-9][\d.]* KiB$", out, re.MULTILINE)
-    assert main(["why", *store, told[0]["id"]]) == 0
+    assert main(["why", *store, expected[0]["id"]]) == 0
     out = capsys.readouterr().out
-    assert told[0]["sentence"] in out and "asked:  gate see?" in out
-    assert f"First token after {told[0]['first_token_s']:.2f} s" in out
-    # A restarted server adds its records to them.
+    assert expected[0]["sentence"] in out and "asked:  gate see?" in out
+    assert f"First token after {expected[0]['first_token_s']:.2f} s" in out
+    # A restarted server adds its records.
     again = start_server.with_plugin(tiny_model)
     again.chat([SYSTEM, QUESTION])
     again.terminate()
     assert main(["why", *store, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found[1:] == stored and found[0]["outcome"] in ("EXACT", "EXTEND", "DIVERGE")
-    # A session's records are deleted with it, and other records quote it no more.
+    all_records = json.loads(capsys.readouterr().out)
+    assert all_records[1:] == stored and all_records[0]["outcome"] in ("EXACT", "EXTEND", "DIVERGE")
+    # Deleting a session deletes its records, and its quotes in other records.
     assert main(["sessions", "rm", *store, "s"]) == 0
     capsys.readouterr()
     assert main(["why", *store, "--json"]) == 0
-    left = json.loads(capsys.readouterr().out)
-    assert left == [unquoted(each) for each in found if each["session"] != "s"] != []
+    remaining = json.loads(capsys.readouterr().out)
+    assert remaining == [unquoted(entry) for entry in all_records if entry["session"] != "s"] != []
     assert not any(b"gate see" in path.read_bytes()
                    for path in start_server.store.rglob("*") if path.is_file())  # fmt: skip
 
 
-def test_no_text_leaves_the_prompt_where_none_is_stored(
+def test_with_no_text_option_prompt_text_is_not_stored(
     start_server: StartServer, tiny_model: Path
 ) -> None:
     server = start_server.with_plugin(tiny_model, "--kvpersist-no-text")
@@ -137,12 +145,14 @@ def test_no_text_leaves_the_prompt_where_none_is_stored(
     server.chat([SYSTEM, {"role": "user", "content": "What else?"}])
     assert "north tower" not in json.dumps(records(server))
     assert records(server)[0]["outcome"] == "DIVERGE"
-    server.terminate()  # so that everything is written, and no file goes while it is read
+    server.terminate()  # everything is then written, and no file is removed while it is read
     files = [path for path in start_server.store.rglob("*") if path.is_file()]
     assert files and not any(b"north tower" in path.read_bytes() for path in files)
 
 
-def test_stats_of_a_running_server(server: ServerProcess, tiny_model: Path) -> None:
+def test_stats_and_spec_describe_the_running_server(
+    server: ServerProcess, tiny_model: Path
+) -> None:
     server.chat([SYSTEM, QUESTION])
     status, _, body = server.request("GET", "/v1/kvpersist/stats?x=1")
     stats = json.loads(body)
@@ -158,7 +168,7 @@ def test_stats_of_a_running_server(server: ServerProcess, tiny_model: Path) -> N
     assert all(set(rule) == {"strategy", "most_queries", "least_rows"} for rule in rules)
 
 
-def test_a_server_that_does_not_answer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_prints_one_line_if_no_server_answers(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
@@ -170,8 +180,10 @@ def test_a_server_that_does_not_answer(capsys: pytest.CaptureFixture[str]) -> No
         assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_stored_elsewhere(start_server: StartServer, tiny_model: Path, models_dir: Path) -> None:
-    """The reason for the same words is another model, namespace or precision."""
+def test_reason_says_another_namespace_model_or_precision(
+    start_server: StartServer, tiny_model: Path, models_dir: Path
+) -> None:
+    """The same text is stored for another model, namespace or precision."""
     other_model = make_tiny_model(models_dir / "other-weights", seed=9)
     server = start_server.with_plugin(tiny_model)
     server.chat([SYSTEM, QUESTION])
@@ -194,7 +206,7 @@ def test_stored_elsewhere(start_server: StartServer, tiny_model: Path, models_di
     assert coarse.chat([SYSTEM, QUESTION]).cached_tokens > 0
 
 
-def test_what_was_evicted(
+def test_reason_and_stats_report_evicted_tokens(
     start_server: StartServer, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server = start_server.with_plugin(
@@ -203,25 +215,25 @@ def test_what_was_evicted(
     talks = [[{"role": "user", "content": synthetic_text(2400, seed=n)}] for n in range(4)]
     for talk in talks:
         server.chat(talk, max_tokens=8)
-    wait_until(lambda: settled(server), "a writer at rest")
+    wait_until(lambda: is_idle(server), "a writer at rest")
     again = server.chat(talks[0], max_tokens=8)
     assert again.cached_tokens == 0
     assert records(server)[0]["reason"] == "evicted to stay within the budget"
-    # It is written again, and so it was evicted in vain.
-    wait_until(lambda: evicted_in_vain(server) > 256, "tokens that were asked for again")
-    wait_until(lambda: settled(server), "a writer at rest")
+    # The conversation is written again, so its eviction was useless.
+    wait_until(lambda: n_asked_again(server) > 256, "tokens that were asked for again")
+    wait_until(lambda: is_idle(server), "a writer at rest")
     assert main(["why", "--url", f"http://127.0.0.1:{server.port}"]) == 0
     out = capsys.readouterr().out
     assert "\nOf " in out and " a turn since the server's start\n" in out
-    assert f"Evicted from disk and asked for again: {evicted_in_vain(server):,} tokens\n" in out
+    assert f"Evicted from disk and asked for again: {n_asked_again(server):,} tokens\n" in out
     assert re.search(r"^Memory: .* of .*records 32\.\d MiB", out, re.MULTILINE)
 
 
-def evicted_in_vain(server: ServerProcess) -> int:
+def n_asked_again(server: ServerProcess) -> int:
     stats = json.loads(server.request("GET", "/v1/kvpersist/stats")[2])
     return int(stats["store"]["tiers"]["disk"]["asked_again_tokens"])
 
 
-def settled(server: ServerProcess) -> bool:
+def is_idle(server: ServerProcess) -> bool:
     stats = json.loads(server.request("GET", "/v1/kvpersist/stats")[2])
     return bool(stats["store"]["queue"]["tasks"] == 0)
