@@ -25,7 +25,7 @@ class Disk(Protocol):
 
 
 class Tmpfs:
-    """A small file system of its own."""
+    """A small separate file system."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

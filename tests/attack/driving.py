@@ -147,7 +147,7 @@ def talk_with(loaded: LoadedModel, folder: Path, limits: StoreLimits = LIMITS) -
 
 
 def forward(loaded: LoadedModel, ids: list[int], caches: list[Any]) -> mx.array:
-    """Feed ids; return the logits of the last one, [vocab]."""
+    """Feed ids; return the logits of the last id, [vocab]."""
     logits: mx.array = loaded.model(mx.array([ids]), cache=caches)[0, -1]
     mx.eval(logits, [cache.state for cache in caches])
     return logits

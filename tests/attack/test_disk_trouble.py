@@ -352,7 +352,7 @@ def test_block_with_arrays_of_a_wrong_length_is_quarantined(
     talk.remember(ids, "s")
     last, first = talk.blocks(ids)[2], talk.blocks(ids)[0]
     talk.forget_hot_blocks()
-    replace_payload(last, first)  # 256 tokens where 88 belong
+    replace_payload(last, first)  # 256 tokens instead of 88
     answer = talk.ask([*ids, 5])
     cold.check(answer)
     assert answer.outcome.n_reused == 512

@@ -233,7 +233,7 @@ def attack(setting: Setting, folder: Path, n_exchanges: int, n_checked: int) -> 
     ],
     ids=["small", "small and long", "large"],
 )
-def test_two_servers_on_a_small_folder_keep_its_budget_and_reply_correctly(
+def test_two_servers_keep_a_small_budget_and_give_correct_replies(
     tmp_path: Path, setting: Setting, n_exchanges: int, n_checked: int
 ) -> None:
     attack(setting, tmp_path, n_exchanges, n_checked)

@@ -2,9 +2,9 @@
 
 python -m tests.attack.tool_turns STORE LOG
 
-It continues at the log's end. The log gets a line of JSON for each turn: the tokens reused, all
-tokens, and the reply. Each turn takes its nominal time, and begins after the writer has written the
-earlier turns, so a busy machine does not increase the loss of a kill.
+The program continues at the log's end. The log gets a line of JSON for each turn: the reused
+tokens, all tokens, and the reply. Each turn takes its nominal time, and begins after the writer has
+written the earlier turns, so a busy machine does not increase the loss of a kill.
 """
 
 from __future__ import annotations

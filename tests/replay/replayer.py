@@ -270,7 +270,7 @@ class Replayer:
         return logits
 
     def _forward(self, ids: Sequence[int], caches: list[Any]) -> mx.array:
-        """Feed ids; return the logits of the last one, [vocab]."""
+        """Feed ids; return the logits of the last id, [vocab]."""
         for start in range(0, len(ids), BLOCK_TOKENS):  # attention over a whole prompt is slow
             chunk = mx.array([list(ids[start : start + BLOCK_TOKENS])])
             logits: mx.array = self.model(chunk, cache=caches)[0, -1]

@@ -59,7 +59,7 @@ def test_agents_first_question_reuses_its_system_prompt(
     wait_for_commit(started.store, "agent:smith", usage["prompt_tokens"] + 5)
     status, shown = call(server, "GET", "/smith")
     assert status == 200 and shown["tokens"] == usage["prompt_tokens"] + 5
-    assert shown["branches"] == 2  # one for the beginning, one for the conversation
+    assert shown["branches"] == 2  # the system prompt and the conversation
     assert shown["bytes"] == shown["tiers"]["disk"]["bytes"] > 0 and "4" in shown["precision"]
     assert shown["tiers"]["ram"]["blocks"] == shown["tiers"]["disk"]["blocks"] > 4
     assert not shown["pinned"] and shown["used"] >= shown["created"]

@@ -41,7 +41,7 @@ LEFT_BYTES = 256 << 20
 
 
 class Crowd:
-    """Clients that ask the same few questions in random order, as streams or not, and may leave."""
+    """Clients that ask a few questions in random order, as streams or not, and may disconnect."""
 
     def __init__(self, server: ServerProcess) -> None:
         self.server = server

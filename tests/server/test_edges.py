@@ -189,8 +189,8 @@ def assert_says_stock(server: ServerProcess, reply: Reply, why: str) -> None:
     assert record["detail"].startswith(why)
     log = server.log
     assert f"served as stock does, nothing is kept: {why}" in log
-    log_text = f"served as in the stock server: {why}"
-    assert any(record["id"] in line and log_text in line for line in log.splitlines())
+    expected_text = f"served as in the stock server: {why}"
+    assert any(record["id"] in line and expected_text in line for line in log.splitlines())
 
 
 # Requests that end early or are refused.

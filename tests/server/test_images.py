@@ -336,7 +336,7 @@ def test_commands_export_import_and_rebuild_conversations_with_images(
 
 
 def spelled(message: Message) -> Message:
-    """Return a message with the space that a reply begins with, which the server drops."""
+    """Return a message with the leading space that the server drops from a reply."""
     if message["role"] == "assistant":
         return {**message, "content": f" {message['content'].lstrip()}"}
     return message

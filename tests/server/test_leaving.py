@@ -38,19 +38,17 @@ def expect_disconnect_lines(server: ServerProcess, n_leaving: int) -> Iterator[N
     """Check the log of the block: one line for each disconnected client, and no warnings."""
     start = len(server.log)
 
-    def disconnect_lines() -> list[str]:
+    def lines() -> list[str]:
         return re.findall(r" - INFO - kvpersist: the client .*left", server.log[start:])
 
     yield
-    wait_until(lambda: len(disconnect_lines()) >= n_leaving, f"{n_leaving} lines of the log")
+    wait_until(lambda: len(lines()) >= n_leaving, f"{n_leaving} lines of the log")
     time.sleep(0.1)  # a second line would be logged now
     added = server.log[start:]
-    assert len(disconnect_lines()) == n_leaving, added
+    assert len(lines()) == n_leaving, added
     assert not re.search(r" - (WARNING|ERROR|CRITICAL) - |Traceback|Exception", added), added
     for path in APIS:
-        assert sum(f"POST {path} left" in line for line in disconnect_lines()) == n_leaving // len(
-            APIS
-        )
+        assert sum(f"POST {path} left" in line for line in lines()) == n_leaving // len(APIS)
 
 
 def send(server: ServerProcess, path: str, **changes: Any) -> socket.socket:

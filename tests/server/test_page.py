@@ -162,7 +162,7 @@ def size_text(n_bytes: float) -> str:
 
 
 def sessions_on_disk(started: StartServer, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """Return what `sessions list` says, by id."""
+    """Return the output of `sessions list`, by id."""
     assert main(["sessions", "list", "--json", "--kvpersist-dir", str(started.store)]) == 0
     return {entry["id"]: entry for entry in json.loads(capsys.readouterr().out)["sessions"]}
 
@@ -545,9 +545,7 @@ def test_page_with_500_sessions_filters_and_deletes_them(
     page.get_by_label("Choose all on this page").check()
     expect(page.locator("#choose-matches")).to_be_hidden()
     page.get_by_role("button", name="Delete them").click()
-    expect(page.get_by_role("dialog")).to_contain_text(
-        "This frees 0 B of disk"
-    )  # the blocks are shared
+    expect(page.get_by_role("dialog")).to_contain_text("This frees 0 B of disk")  # shared
     page.get_by_role("dialog").get_by_role("button", name="Delete").click()
     expect(page.locator("#status")).to_contain_text("11 sessions are deleted")
     expect(place).to_have_text("No session has that.")
@@ -574,7 +572,7 @@ def test_sessions_are_sorted_and_chosen_with_the_keyboard(
     # A long name keeps its end, at each width.
     name = names.filter(has_text="w" * 200).first
     start, end = name.locator(".start"), name.locator(".end")
-    assert start.evaluate("e => e.scrollWidth > e.clientWidth")  # its middle is left out
+    assert start.evaluate("e => e.scrollWidth > e.clientWidth")  # its middle is hidden
     place_of = "e => [e.getBoundingClientRect().top, e.getBoundingClientRect().right]"
     (top, right), (top_of_end, right_of_end) = name.evaluate(place_of), end.evaluate(place_of)
     assert right_of_end <= right and top_of_end == pytest.approx(top, abs=3)  # in the same line
@@ -582,7 +580,7 @@ def test_sessions_are_sorted_and_chosen_with_the_keyboard(
     n_lines = "e => Math.round(e.clientHeight / parseFloat(getComputedStyle(e).lineHeight))"
     details = page.locator(".session .about", has_text="number").first
     assert details.evaluate(n_lines) == (1 if width > 1000 else 2)
-    # All matches are chosen, not only those on one page.
+    # All matches are chosen, on all pages.
     page.locator("#choose-all").focus()
     keys.press("Space")
     expect(page.locator("#chosen")).to_have_text("20 chosen")

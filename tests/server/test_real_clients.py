@@ -84,7 +84,7 @@ class Agent(ABC):
         }
 
     def run(self, *command: str, **env: str) -> str:
-        """Run the client in its home; return what it printed."""
+        """Run the client in its home; return its output."""
         program = [str(self.bin / command[0]), *command[1:]]
         return run_alone(self.home, self.work, program, **self.env, **env)
 

@@ -51,7 +51,7 @@ Answer = tuple[str, int, int]
 
 
 def chat(server: ServerProcess, talk: Talk, n: int) -> Answer:
-    """Ask as most clients do; half of the conversations are streamed."""
+    """Ask as most clients do; every fourth conversation is streamed."""
     reply = server.chat(talk, model="default_model", max_tokens=8, stream=n % 4 == 1)
     return reply.text, reply.cached_tokens, reply.prompt_tokens
 

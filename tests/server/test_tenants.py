@@ -125,7 +125,7 @@ def test_guess_reveals_nothing_about_other_tenants(
 def test_guess_reveals_nothing_if_stock_serves_the_model(
     start_server: StartServer, tiny_model: Path, tmp_path: Path
 ) -> None:
-    """Stock's prompt cache has no namespaces. It serves windowed models with a draft model."""
+    """Stock's prompt cache has no namespaces. Windowed models with a draft model use it."""
     model = make_zoo_model(tmp_path / "model", "gemma3_text")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "sliding_window": 4096}))
