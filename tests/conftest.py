@@ -1,4 +1,4 @@
-"""Fixtures for every test folder: tiny models, made once, and servers that end with their tests."""
+"""Fixtures for every test folder: tiny models, made once, and servers that stop after tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.host import (  # noqa: F401
 from tests.support.synthetic.smollm2 import NOT_FETCHED, is_fetched, make_smollm2
 from tests.support.zygote import Zygote
 
-# CI uses the same examples each time; new ones are tried on developers' machines.
+# CI always tries the same examples; developers' machines try new examples.
 # No deadlines: the time of an example depends more on the machine than on the code.
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.register_profile("here", deadline=None)
@@ -53,7 +53,7 @@ _LONG_MODULES = {
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import no module of which `make quick` runs no test: clients' packages take seconds."""
+    """Skip modules that `make quick` does not run: importing clients' packages takes seconds."""
     if "not full" not in config.option.markexpr:
         return None
     name = ".".join(collection_path.relative_to(config.rootpath).with_suffix("").parts)
@@ -64,7 +64,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that `make quick` leaves out, and put their modules first.
 
-    Then no long module is the last, which one worker would run alone.
+    A long module at the end would keep one worker busy while the others are idle.
     """
     long_modules = set[str]()
     for item in items:
@@ -77,7 +77,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Let the garbage collector pass over what stays: modules and the list of tests."""
+    """Exclude modules and the list of tests from garbage collection: they stay in memory."""
     gc.collect()
     gc.freeze()
 
@@ -107,7 +107,7 @@ def zygotes(hub_cache: None) -> Iterator[None]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Time that stands still until the test, or a sleep, moves it."""
+    """A clock that only the test or a sleep advances."""
     made = Clock()
     for name in ("monotonic", "perf_counter", "sleep"):
         monkeypatch.setattr(time, name, getattr(made, name))
@@ -128,7 +128,7 @@ def tiny_model(models_dir: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_model_bos(models_dir: Path) -> Path:
-    """The same with a begin token, in encode() and in the template."""
+    """Like `tiny_model`, with a begin token in encode() and in the template."""
     return make_tiny_model(models_dir / "byte-level-bos", bos=True)
 
 
@@ -140,7 +140,7 @@ def tiny_model_spm(models_dir: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_model_spm_legacy(models_dir: Path) -> Path:
-    """The same, but every stretch between special tokens gets its dummy space."""
+    """Like `tiny_model_spm`, but each text between special tokens gets a dummy space."""
     path = models_dir / "sentencepiece-legacy"
     return make_tiny_model(path, tokenizer="sentencepiece-legacy", bos=True)
 
@@ -162,7 +162,7 @@ def smollm2(models_dir: Path) -> Iterator[Path]:
         pytest.skip(NOT_FETCHED)
     path = make_smollm2(models_dir / "smollm2")
     yield path
-    shutil.rmtree(path)  # 513 MiB; pytest would keep three of them
+    shutil.rmtree(path)  # 513 MiB; pytest would keep three copies
 
 
 @pytest.fixture

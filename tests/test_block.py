@@ -1,4 +1,4 @@
-"""Keys name exactly one thing."""
+"""Different roots and different blocks have different keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from mlx_lm_kvpersist.block import Root, block_key, pack_ids
 
 
-def test_each_part_of_a_root_tells_it_from_others() -> None:
+def test_each_field_of_a_root_changes_its_key() -> None:
     root = Root("fingerprint", "4b64")
     roots = [
         root,
@@ -20,9 +20,9 @@ def test_each_part_of_a_root_tells_it_from_others() -> None:
         replace(root, namespace="ab"),
         replace(root, namespace="b", session="a"),
     ]
-    assert len({one.key for one in roots}) == len(roots)
+    assert len({root.key for root in roots}) == len(roots)
 
 
-def test_each_part_of_a_block_tells_it_from_others() -> None:
+def test_parent_and_ids_change_the_key_of_a_block() -> None:
     blocks = [(b"p", [1, 2]), (b"p", [2, 1]), (b"p", [1]), (b"q", [1, 2]), (b"p", [258])]
     assert len({block_key(parent, pack_ids(ids)) for parent, ids in blocks}) == len(blocks)

@@ -30,7 +30,7 @@ def parsed(*arguments: str, **stock: object) -> Namespace:
     return args
 
 
-def test_defaults_come_from_the_device(tmp_path: Path) -> None:
+def test_default_limits_depend_on_memory_and_disk(tmp_path: Path) -> None:
     made = config.from_args(parsed("--kvpersist-dir", str(tmp_path / "new" / "store")))
     assert made.limits.max_ram_bytes == config.device_memory_bytes() // 8
     assert 0 < made.limits.max_disk_bytes <= config.DEFAULT_MAX_DISK_BYTES
@@ -42,7 +42,7 @@ def test_defaults_come_from_the_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         (("--kvpersist-shared-size", "1G"), "need --kvpersist-shared URL"),
         (PLAIN_KEY, "need --kvpersist-shared URL"),
@@ -62,20 +62,22 @@ def test_defaults_come_from_the_device(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_options_of_a_shared_store_that_do_not_fit(
-    tmp_path: Path, options: tuple[str, ...], says: str
+def test_incomplete_or_invalid_shared_store_options_are_refused(
+    tmp_path: Path, options: tuple[str, ...], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         config.from_args(parsed("--kvpersist-dir", str(tmp_path), *options))
 
 
 @pytest.mark.parametrize("name", ["memory_size", "total_memory"])
-def test_a_device_of_its_own_memory_counts_that(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_memory_is_the_size_that_mlx_reports(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mx, "device_info", lambda: {name: 123})
     assert config.device_memory_bytes() == 123
 
 
-def test_the_stock_budget_is_taken_where_ours_is_not_given(tmp_path: Path) -> None:
+def test_prompt_cache_bytes_limits_ram_unless_kvpersist_ram_is_given(tmp_path: Path) -> None:
     args = parsed("--kvpersist-dir", str(tmp_path), prompt_cache_bytes=123)
     assert config.from_args(args).limits.max_ram_bytes == 123
     args = parsed("--kvpersist-dir", str(tmp_path), "--kvpersist-ram", "1M", prompt_cache_bytes=123)
@@ -83,7 +85,9 @@ def test_the_stock_budget_is_taken_where_ours_is_not_given(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("name", "model"), [("", "model"), ("team", None)])
-def test_a_served_name_is_a_models(tmp_path: Path, name: str, model: str | None) -> None:
+def test_a_served_name_must_not_be_empty_and_needs_a_model(
+    tmp_path: Path, name: str, model: str | None
+) -> None:
     options = ("--kvpersist-dir", str(tmp_path), "--kvpersist-served-name", name)
     with pytest.raises(ConfigError, match="is a name of --model"):
         config.from_args(parsed(*options, model=model))
@@ -104,13 +108,15 @@ def precision(folder: Path, *arguments: str, **stock: object) -> PrecisionChoice
         (("--kvpersist-kv-bits", "16"), PrecisionChoice(16, 16, None, True)),
     ],
 )
-def test_precision(tmp_path: Path, arguments: tuple[str, ...], expected: PrecisionChoice) -> None:
-    found = precision(tmp_path, *arguments)
-    assert found == expected
-    assert found.is_full_precision == ("16" in arguments)
+def test_kv_bits_option_sets_the_precision(
+    tmp_path: Path, arguments: tuple[str, ...], expected: PrecisionChoice
+) -> None:
+    choice = precision(tmp_path, *arguments)
+    assert choice == expected
+    assert choice.is_full_precision == ("16" in arguments)
 
 
-def test_the_stock_precision_is_taken_over(tmp_path: Path) -> None:
+def test_stock_kv_bits_set_the_precision_and_are_cleared(tmp_path: Path) -> None:
     """Stock's own quantization would turn batching off."""
     args = parsed("--kvpersist-dir", str(tmp_path), kv_bits=8, kv_group_size=32)
     assert config.from_args(args).precision == PrecisionChoice(8, 8, 32, True)
@@ -131,7 +137,7 @@ def test_the_stock_precision_is_taken_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("choice", ["auto", "dequantize", "packed", "tiled"])
-def test_attention(tmp_path: Path, choice: str) -> None:
+def test_attention_option_is_read(tmp_path: Path, choice: str) -> None:
     args = parsed("--kvpersist-dir", str(tmp_path), "--kvpersist-attention", choice)
     assert config.from_args(args).attention == choice
 
@@ -143,13 +149,13 @@ def test_attention(tmp_path: Path, choice: str) -> None:
         ("--kvpersist-attention", "fused"),
     ],
 )
-def test_what_cannot_be_chosen(option: str, value: str) -> None:
+def test_unknown_kv_bits_and_attention_are_refused(option: str, value: str) -> None:
     with pytest.raises(SystemExit):
         parsed(option, value)
 
 
 @pytest.mark.parametrize("stall_ms", ["9", "60001", "nan", "-1"])
-def test_a_stall_out_of_range(tmp_path: Path, stall_ms: str) -> None:
+def test_max_stall_must_be_10_to_60000_ms(tmp_path: Path, stall_ms: str) -> None:
     args = parsed("--kvpersist-dir", str(tmp_path), f"--kvpersist-max-stall-ms={stall_ms}")
     with pytest.raises(ConfigError, match="out of range; give 10 to 60000"):
         config.from_args(args)
@@ -157,7 +163,9 @@ def test_a_stall_out_of_range(tmp_path: Path, stall_ms: str) -> None:
     assert config.from_args(args).max_stall_s == 0.01
 
 
-def test_the_operators_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operator_api_key_is_read_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def key() -> str | None:
         return config.from_args(parsed("--kvpersist-dir", str(tmp_path))).api_key
 
@@ -170,7 +178,7 @@ def test_the_operators_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("options", "model", "says"),
+    ("options", "model", "message"),
     [
         ((), "m", None),
         ((), None, "needs --model"),
@@ -179,42 +187,44 @@ def test_the_operators_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (("--kvpersist-warm", "no/such/file"), "m", "no/such/file is not a file"),
     ],
 )
-def test_what_is_warmed(
-    tmp_path: Path, options: tuple[str, ...], model: str | None, says: str | None
+def test_a_warm_file_needs_a_model_and_no_isolation(
+    tmp_path: Path, options: tuple[str, ...], model: str | None, message: str | None
 ) -> None:
     file = tmp_path / "prompt.json"
     file.write_text("[]")
     given = ("--kvpersist-dir", str(tmp_path), "--kvpersist-warm", str(file), *options)
     args = parsed(*given, model=model)
-    if says is None:
+    if message is None:
         assert config.from_args(args).warm == (file,)
         return
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         config.from_args(args)
 
 
-def test_the_help_shows_what_many_need(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = {}
-    for asked in ("--help", "--help-all"):
+def test_help_hides_rare_options_and_help_all_shows_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    help_texts = {}
+    for flag in ("--help", "--help-all"):
         with pytest.raises(SystemExit) as end:
-            parsed(asked)
-        shown[asked] = capsys.readouterr().out
-        assert end.value.code == 0 and "--kvpersist-kv-bits" in shown[asked]
-    counts = {asked: len(re.findall(r"^  --", text, re.M)) for asked, text in shown.items()}
+            parsed(flag)
+        help_texts[flag] = capsys.readouterr().out
+        assert end.value.code == 0 and "--kvpersist-kv-bits" in help_texts[flag]
+    counts = {flag: len(re.findall(r"^  --", text, re.M)) for flag, text in help_texts.items()}
     assert counts == {"--help": 14, "--help-all": 20}
     for name in config.RARE:
-        assert f"--kvpersist-{name}" in shown["--help-all"]
-        assert f"--kvpersist-{name}" not in shown["--help"]
+        assert f"--kvpersist-{name}" in help_texts["--help-all"]
+        assert f"--kvpersist-{name}" not in help_texts["--help"]
     assert parsed("--kvpersist-attention", "packed").kvpersist_attention == "packed"
 
 
-def test_what_is_shared_can_be_plain(tmp_path: Path) -> None:
+def test_a_shared_store_can_be_unencrypted(tmp_path: Path) -> None:
     store = ("--kvpersist-dir", str(tmp_path), "--kvpersist-shared", str(tmp_path / "shared"))
     shared = config.from_args(parsed(*store, *PLAIN_KEY)).shared
     assert shared is not None and shared[1] is PLAIN
 
 
-def test_only_the_word_plain_leaves_out_encryption(
+def test_a_key_file_named_plain_encrypts_the_shared_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -225,16 +235,16 @@ def test_only_the_word_plain_leaves_out_encryption(
 
 
 @pytest.mark.parametrize("name", ["encrypt", "shared-key", "warm", "dir"])
-def test_a_file_in_the_home_folder(
+def test_tilde_in_a_path_option_is_the_home_folder(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shell leaves `~` as it is in --option=~/file."""
+    """A shell does not expand `~` in --option=~/file."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    (found,) = [
+    (path,) = [
         value
         for value in vars(parsed(f"--kvpersist-{name}=~/file")).values()
         if str(tmp_path) in str(value)
     ]
-    assert found in (tmp_path / "file", [tmp_path / "file"])
+    assert path in (tmp_path / "file", [tmp_path / "file"])
     with pytest.raises(SystemExit):
         parsed(f"--kvpersist-{name}=~nobody-here/file")

@@ -13,7 +13,7 @@ from mlx_lm_kvpersist.errors import LOG_AGAIN_S, Failures, remedy
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "advice"),
     [
         (PermissionError(errno.EACCES, "Permission denied"), "let this user write"),
         (OSError(errno.EROFS, "Read-only file system"), "mount the volume"),
@@ -22,8 +22,8 @@ from mlx_lm_kvpersist.errors import LOG_AGAIN_S, Failures, remedy
         (ValueError("another"), ""),
     ],
 )
-def test_an_unwritable_folder_has_a_remedy(error: Exception, said: str) -> None:
-    assert remedy(error).startswith(f"; {said}") if said else remedy(error) == ""
+def test_only_known_disk_errors_have_a_remedy(error: Exception, advice: str) -> None:
+    assert remedy(error).startswith(f"; {advice}") if advice else remedy(error) == ""
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now_s
 
 
-def test_each_kind_is_logged_once_an_hour_with_the_number_of_those_that_were_not(
+def test_each_kind_is_logged_hourly_with_the_suppressed_count(
     clock: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -45,14 +45,14 @@ def test_each_kind_is_logged_once_an_hour_with_the_number_of_those_that_were_not
             failed.add("block %s", n)
     assert failed.counts == {"full": 12, "block …": 12}
     more = " (3 more like this since the last such line)"
-    said = [record.getMessage() for record in caplog.records if record.levelname != "DEBUG"]
+    lines = [record.getMessage() for record in caplog.records if record.levelname != "DEBUG"]
     first = ["kvpersist: no room for turn 0: 100%", "kvpersist: block 0"]
-    assert said == [*first, *(f"{one}{more}" for one in first * 2)]
+    assert lines == [*first, *(f"{line}{more}" for line in first * 2)]
     assert len(caplog.records) == 24
     assert {record.name for record in caplog.records} == {"a test"}
 
 
-def test_no_failure_of_several_threads_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+def test_failures_of_several_threads_are_all_counted(caplog: pytest.LogCaptureFixture) -> None:
     failed = Failures(logging.getLogger("a test"))
 
     def fail() -> None:

@@ -1,4 +1,4 @@
-"""Imports point one way: each part may use the parts listed for it, and no other."""
+"""Imports point one way: each part may import only the parts listed for it."""
 
 from __future__ import annotations
 
@@ -77,16 +77,16 @@ NO_MLX = {
 
 def parts() -> dict[str, list[Path]]:
     """Return the modules of each part: a folder, or a single module."""
-    found: dict[str, list[Path]] = {}
+    modules: dict[str, list[Path]] = {}
     for path in PACKAGE.rglob("*.py"):
         name = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
         if name != "__init__":
-            found.setdefault(name, []).append(path)
-    return found
+            modules.setdefault(name, []).append(path)
+    return modules
 
 
 def imported(path: Path) -> set[str]:
-    """Return what a module imports, absolute names throughout."""
+    """Return the absolute names that a module imports."""
     module = ("mlx_lm_kvpersist", *path.relative_to(PACKAGE).with_suffix("").parts)
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -99,12 +99,12 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-def test_every_part_is_listed() -> None:
+def test_every_folder_and_module_is_listed() -> None:
     assert parts().keys() == MAY_IMPORT.keys()
 
 
 @pytest.mark.parametrize("part", sorted(MAY_IMPORT))
-def test_imports_point_downward(part: str) -> None:
+def test_each_part_imports_only_allowed_parts(part: str) -> None:
     for path in parts()[part]:
         for name in imported(path):
             if not name.startswith("mlx_lm_kvpersist."):
@@ -115,7 +115,7 @@ def test_imports_point_downward(part: str) -> None:
 
 
 @pytest.mark.parametrize("part", sorted(NO_MLX))
-def test_what_is_plain_python_stays_so(part: str) -> None:
+def test_parts_listed_without_mlx_do_not_import_it(part: str) -> None:
     for path in parts()[part]:
         bad = {name for name in imported(path) if name.split(".")[0] in ("mlx", "mlx_lm")}
         assert not bad, f"{path.relative_to(PACKAGE)} imports {bad}"
@@ -131,8 +131,8 @@ def test_no_process_is_forked() -> None:
         assert not used & {"fork", "forkpty", "ProcessPoolExecutor"}, path.relative_to(PACKAGE)
 
 
-def test_no_wait_ends_by_the_wall_clock() -> None:
-    """It advances while a Mac sleeps, so a deadline has passed when the Mac wakes."""
+def test_no_deadline_uses_the_wall_clock() -> None:
+    """The wall clock advances while a Mac sleeps, so a deadline passes before the Mac wakes."""
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
@@ -141,14 +141,14 @@ def test_no_wait_ends_by_the_wall_clock() -> None:
 
 
 def test_no_two_classes_share_a_name() -> None:
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
-                other = found.setdefault(node.name, path)
+                other = paths.setdefault(node.name, path)
                 assert other == path, f"{node.name} is in {other} and in {path}"
 
 
-def test_no_modules_import_each_other() -> None:
+def test_modules_have_no_import_cycles() -> None:
     sources = sources_of(PACKAGE.parent)
     assert not import_cycles({module: imports_of(module, sources) for module in sources})

@@ -47,12 +47,12 @@ def starts_with_name(call: ast.Call) -> bool:
         ("logging.log(10, 'it works')", False),
     ],
 )
-def test_the_walk_finds_log_lines(line: str, is_right: bool) -> None:
+def test_log_calls_with_and_without_the_prefix_are_recognised(line: str, is_right: bool) -> None:
     (call,) = log_calls(ast.parse(line))
     assert starts_with_name(call) is is_right
 
 
-def test_every_log_line_begins_with_the_name_of_the_package() -> None:
+def test_every_log_line_begins_with_the_name_of_the_plugin() -> None:
     n_lines, wrong = 0, []
     for path in sorted(PACKAGE.rglob("*.py")):
         for call in log_calls(ast.parse(path.read_text(encoding="utf-8"))):
@@ -62,13 +62,13 @@ def test_every_log_line_begins_with_the_name_of_the_package() -> None:
     assert n_lines > 40 and wrong == []
 
 
-def test_every_logger_has_a_name_that_the_walk_finds() -> None:
+def test_every_logger_variable_has_logg_in_its_name() -> None:
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Assign) and "getLogger" in ast.unparse(node.value):
                 assert all("logg" in ast.unparse(target) for target in node.targets), path
 
 
-def test_a_repeated_failure_begins_with_the_name(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_lines_of_failures_begin_with_the_name(caplog: pytest.LogCaptureFixture) -> None:
     Failures(logging.getLogger("x")).add("%s is gone", "it")
     assert caplog.messages == ["kvpersist: it is gone"]

@@ -1,4 +1,4 @@
-"""The plugin's hooks that no request and no model reaches."""
+"""Hooks of the plugin, called without a server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mlx_lm_kvpersist.request.serving import RequestState, Stage
 from mlx_lm_kvpersist.store.records import StoreLimits
 
 
-def test_a_request_that_another_plugin_took_is_told_so() -> None:
+def test_a_request_of_another_plugin_has_the_outcome_stock() -> None:
     plugin = KVPersistPlugin()
     request: Any = SimpleNamespace(messages=[{"role": "user", "content": "hello"}])
     first, again = (plugin.response_headers(request, False) for _ in range(2))
@@ -36,7 +36,7 @@ def test_a_request_that_another_plugin_took_is_told_so() -> None:
     assert record["detail"] == "another plugin took it"
 
 
-def test_a_request_that_waits_is_named_before_its_outcome_is_known() -> None:
+def test_early_headers_have_the_request_id_and_a_pending_outcome() -> None:
     plugin = KVPersistPlugin()
     request: Any = SimpleNamespace(messages=[{"role": "user", "content": "hello"}])
     early, late = (dict(plugin.response_headers(request, is_early)) for is_early in (True, False))
@@ -46,7 +46,7 @@ def test_a_request_that_waits_is_named_before_its_outcome_is_known() -> None:
     assert record["id"] == early["X-KVPersist-Request"] == late["X-KVPersist-Request"]
 
 
-def test_what_fails_over_a_body_costs_a_request_neither_its_tenant_nor_its_wish(
+def test_namespace_and_keep_header_survive_an_error_in_the_body(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def failing(*args: Any) -> str:
@@ -64,10 +64,10 @@ def test_what_fails_over_a_body_costs_a_request_neither_its_tenant_nor_its_wish(
     assert (state.namespace, state.is_kept) == ("theirs", False)
 
 
-def test_kv_bits_are_left_to_stock_where_it_serves(
+def test_kv_bits_apply_only_to_models_that_stock_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With --kv-bits stock quantizes, one request at a time; the plugin does so in batches."""
+    """Stock quantizes with --kv-bits only without batching; the plugin quantizes in batches."""
     caplog.set_level("INFO")
     plugin = KVPersistPlugin()
     parser = argparse.ArgumentParser()
@@ -84,15 +84,15 @@ def test_kv_bits_are_left_to_stock_where_it_serves(
         plugin.model_loaded(provider)
         assert args.kv_bits == 8
         assert "--kv-bits 8 applies" in caplog.text
-        make_all_load(monkeypatch)
+        support_every_model(monkeypatch)
         plugin.model_loaded(provider)
         assert args.kv_bits is None
     finally:
         plugin.shutdown()
 
 
-def make_all_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make every model one whose conversations can be stored."""
+def support_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the plugin support every model."""
     model = mock.MagicMock(draft=None)
     model.speed.limits.return_value = PrefillLimits(1.0, lambda position: 8)
     made = {"load_model": model, "Memory": mock.MagicMock(spec=Memory), "described": ""}
@@ -101,10 +101,10 @@ def make_all_load(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"mlx_lm_kvpersist.plugin.{name}", replaced)
 
 
-def test_a_model_whose_files_are_gone_is_left_to_stock(
+def test_a_model_with_deleted_files_is_served_by_stock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Something may delete them between loading and reading them."""
+    """The files may be deleted after the model is loaded and before the plugin reads them."""
     plugin = KVPersistPlugin()
     parser = argparse.ArgumentParser()
     plugin.add_options(parser)
@@ -123,10 +123,10 @@ def test_a_model_whose_files_are_gone_is_left_to_stock(
 
 
 @pytest.mark.parametrize(
-    ("rows", "option", "most"), [(1, "auto", 9), (33, "auto", 0), (1, "off", 0)]
+    ("rows", "option", "most_drafted"), [(1, "auto", 9), (33, "auto", 0), (1, "off", 0)]
 )
-def test_nothing_is_drafted_if_calls_of_a_few_rows_wait_for_a_kernel(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, option: str, most: int
+def test_drafts_are_off_by_option_or_for_slow_small_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, option: str, most_drafted: int
 ) -> None:
     plugin = KVPersistPlugin()
     parser = argparse.ArgumentParser()
@@ -134,7 +134,7 @@ def test_nothing_is_drafted_if_calls_of_a_few_rows_wait_for_a_kernel(
     given = ["--kvpersist-dir", str(tmp_path / "store"), "--kvpersist-draft", option]
     args = parser.parse_args(given, copy.copy(ARGS))
     plugin.configure(args)
-    make_all_load(monkeypatch)
+    support_every_model(monkeypatch)
     monkeypatch.setattr("mlx_lm_kvpersist.plugin.least_rows", lambda: rows)
     monkeypatch.setattr("mlx_lm_kvpersist.plugin.most_taken_back", lambda caches: 9)
     provider = SimpleNamespace(
@@ -142,12 +142,12 @@ def test_nothing_is_drafted_if_calls_of_a_few_rows_wait_for_a_kernel(
     )
     try:
         support = plugin.model_loaded(provider)
-        assert support is not None and support.most_taken_back([]) == most
+        assert support is not None and support.most_taken_back([]) == most_drafted
     finally:
         plugin.shutdown()
 
 
-def test_a_reply_that_was_parked_and_left_lets_go_of_its_blocks() -> None:
+def test_reply_timed_closes_an_open_lookup() -> None:
     plugin = KVPersistPlugin()
     request: Any = SimpleNamespace()
     closed: list[bool] = []

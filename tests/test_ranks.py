@@ -26,7 +26,7 @@ us = Ranks(group.size(), group.rank())
 """
 
 
-def of_ranks(tmp_path: Path, *scripts: str) -> list[tuple[int, str, str]]:
+def run_ranks(tmp_path: Path, *scripts: str) -> list[tuple[int, str, str]]:
     """Run a script for each rank; return their exit statuses, stdout and stderr.
 
     The stdin of a rank ends when all ranks before it have ended.
@@ -45,14 +45,14 @@ def of_ranks(tmp_path: Path, *scripts: str) -> list[tuple[int, str, str]]:
         for rank, script in enumerate(scripts)
     ]
     try:
-        said = [one.communicate(timeout=SECONDS) for one in running]
+        outputs = [process.communicate(timeout=SECONDS) for process in running]
     finally:
-        for one in running:
-            one.kill()
-    return [(one.returncode, *its) for one, its in zip(running, said, strict=True)]
+        for process in running:
+            process.kill()
+    return [(process.returncode, *output) for process, output in zip(running, outputs, strict=True)]
 
 
-def test_rank_0_decides_and_the_least_counts(tmp_path: Path) -> None:
+def test_ranks_exchange_values_and_rank_0_decides(tmp_path: Path) -> None:
     script = """
         long = {"text": "x" * 5000, "ids": list(range(2000))}
         print(us.all_of(10 + us.rank, "a"), us.least(-3 * us.rank, "b"))
@@ -62,19 +62,19 @@ def test_rank_0_decides_and_the_least_counts(tmp_path: Path) -> None:
         us.first(lambda: calls.append(1), "h")
         print(len(calls), us.n_messages)
     """
-    found = of_ranks(tmp_path, script, script)
+    results = run_ranks(tmp_path, script, script)
     common = "[10, 11] -3\nTrue False [1099511627776, 1099511627776]\n"
-    assert [(code, said) for code, said, _ in found] == [
+    assert [(code, stdout) for code, stdout, _ in results] == [
         (0, f"{common}0 True True\n1 8\n"),
         (0, f"{common}0 True False\n0 8\n"),
-    ], found
+    ], results
 
 
-def test_what_rank_0_raises_all_raise(tmp_path: Path) -> None:
+def test_an_error_on_rank_0_is_raised_on_all_ranks(tmp_path: Path) -> None:
     script = """
         from mlx_lm_kvpersist.errors import RequestRefused
         class Own(Exception):
-            def __init__(self, one, two): super().__init__(f"{one} {two}")
+            def __init__(self, first, second): super().__init__(f"{first} {second}")
         def refuse(): raise RequestRefused("no", 503)
         def fail(): raise Own(1, 2)
         for decide in (refuse, fail):
@@ -82,27 +82,27 @@ def test_what_rank_0_raises_all_raise(tmp_path: Path) -> None:
             except Exception as error: print(type(error).__name__, error, vars(error))
     """
     expected = "RequestRefused no {'status': 503, 'code': None}\nRuntimeError Own: 1 2 {}\n"
-    assert [its[:2] for its in of_ranks(tmp_path, script, script)] == [(0, expected)] * 2
+    assert [result[:2] for result in run_ranks(tmp_path, script, script)] == [(0, expected)] * 2
 
 
 @pytest.mark.parametrize(
     "others", ["us.told(1, 'another')", "us.all_of(1, 'one'); us.told(1, 'one')", "sys.exit(3)"]
 )
-def test_a_rank_that_is_elsewhere_ends_the_others(tmp_path: Path, others: str) -> None:
+def test_all_ranks_end_if_messages_differ_or_one_rank_exits(tmp_path: Path, others: str) -> None:
     first = """
         us.watch()
         us.told(1, "one")
         us.told(2, "two")
         print("went on")
     """
-    others = f"us.watch(); {others}"  # as in a server: MLX alone may wait for a rank that has ended
-    (code, said, errors), (other_code, *_) = of_ranks(tmp_path, first, others)
-    assert code != 0 and other_code != 0 and "went on" not in said
+    others = f"us.watch(); {others}"  # as in a server, else MLX may wait forever
+    (code, stdout, errors), (other_code, *_) = run_ranks(tmp_path, first, others)
+    assert code != 0 and other_code != 0 and "went on" not in stdout
     # MLX may notice the lost connection first.
     assert re.search("rank|connection to a peer was lost", errors.splitlines()[-1])
 
 
-def test_values_that_differ_end_the_ranks_at_the_next_message(tmp_path: Path) -> None:
+def test_ranks_with_different_notes_end_at_the_next_message(tmp_path: Path) -> None:
     script = """
         us.watch()
         us.note(7)
@@ -112,37 +112,41 @@ def test_values_that_differ_end_the_ranks_at_the_next_message(tmp_path: Path) ->
         us.told(1, "unlike")
         print("went on")
     """
-    for code, said, _ in of_ranks(tmp_path, script, script):
-        assert code != 0 and said == "2\n"
+    for code, stdout, _ in run_ranks(tmp_path, script, script):
+        assert code != 0 and stdout == "2\n"
 
 
-def test_a_rank_that_waits_for_too_long_ends(tmp_path: Path) -> None:
-    waits = """
+def test_a_rank_that_waits_too_long_for_a_message_ends(tmp_path: Path) -> None:
+    waiting = """
         us.patience_s = 0.1
         us.watch()
         us.told(1, "one")
     """
-    is_silent = "sys.stdin.read()"
-    (code, _, errors), _ = of_ranks(tmp_path, waits, is_silent)
+    silent = "sys.stdin.read()"
+    (code, _, errors), _ = run_ranks(tmp_path, waiting, silent)
     assert code == 1 and "got no message from other ranks for 0.1 s" in errors
 
 
-def test_one_process_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_process_sends_no_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks_module, "_array", None)  # every send fails
-    one = Ranks(1, 0)
+    single = Ranks(1, 0)
     error = ValueError("as it was raised")
 
     def fail() -> None:
         raise error
 
-    assert one.first(lambda: 7, "a") == 7 and one.all_of(3, "b") == [3] and one.told(5, "c") == 5
-    assert one.agree(True, "d") and not one.agree(False, "e")
+    assert (
+        single.first(lambda: 7, "a") == 7
+        and single.all_of(3, "b") == [3]
+        and single.told(5, "c") == 5
+    )
+    assert single.agree(True, "d") and not single.agree(False, "e")
     with pytest.raises(ValueError, match="as it was raised") as raised:
-        one.first(fail, "f")
-    assert raised.value is error and one.n_messages == 0
+        single.first(fail, "f")
+    assert raised.value is error and single.n_messages == 0
 
 
-def test_inside_the_block_a_process_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_context_manager_alone_hides_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     several = Ranks(2, 1)
     monkeypatch.setattr(ranks_module, "_current", several)
     with alone():

@@ -1,4 +1,4 @@
-"""The round trip passes in every precision, and finds each fault that is put in."""
+"""The round trip passes in every precision, and detects each injected fault."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def patched() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def references() -> Iterator[None]:
-    """Compute each reference once: it takes half of a check, and no fault below changes it.
+    """Compute each reference once: references take half of the time of a check.
 
-    It is computed by mlx-lm's own caches, and the faults are in ours.
+    They use mlx-lm's own caches, so the faults in our caches do not change them.
     """
     known: dict[tuple[Any, ...], mx.array] = {}
     compute = round_trip._reference
@@ -54,19 +54,19 @@ def references() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("precision", list(PRECISIONS))
-def test_it_passes_in_every_precision(precision: str) -> None:
+def test_round_trip_passes_in_every_precision(precision: str) -> None:
     check_round_trip(PRECISIONS[precision])
 
 
 @pytest.mark.parametrize("strategy", get_args(attention.Strategy))
-def test_it_passes_with_every_strategy(strategy: attention.Strategy) -> None:
+def test_round_trip_passes_with_every_attention_strategy(strategy: attention.Strategy) -> None:
     check_round_trip(PRECISIONS["k8v4"], strategy)
 
 
-# --- faults: the check above can fail
+# Injected faults: the check must fail.
 
 
-def after(owner: Any, name: str, change: Callable[..., Any]) -> Fault:
+def fault_after(owner: Any, name: str, change: Callable[..., Any]) -> Fault:
     """Return the fault that calls `change(result, *arguments)` after a method or function.
 
     The return value of `change`, if not None, replaces the result.
@@ -78,15 +78,15 @@ def after(owner: Any, name: str, change: Callable[..., Any]) -> Fault:
 
         def changed(*args: Any, **kwargs: Any) -> Any:
             result = original(*(args[1:] if is_classmethod else args), **kwargs)
-            again = change(result, *args, **kwargs)
-            return result if again is None else again
+            replacement = change(result, *args, **kwargs)
+            return result if replacement is None else replacement
 
         monkeypatch.setattr(owner, name, classmethod(changed) if is_classmethod else changed)
 
     return fault
 
 
-def swap_sides(result: Any, *args: Any) -> None:
+def swap_keys_and_values(result: Any, *args: Any) -> None:
     result.keys, result.values = result.values, result.keys
 
 
@@ -100,11 +100,11 @@ def swap_rows(result: Any, cache: Any, indices: Any) -> None:
             swap_rows(result, cache.newest, indices)
 
 
-def one_less(result: Any, *args: Any) -> None:
+def reduce_offset(result: Any, *args: Any) -> None:
     result.offset -= 1
 
 
-def one_token_on(result: Any, *args: Any) -> None:
+def shift_by_one_token(result: Any, *args: Any) -> None:
     if result.keys is not None:
         both = (result.keys, result.values)
         result.keys, result.values = (
@@ -112,10 +112,10 @@ def one_token_on(result: Any, *args: Any) -> None:
             for x in both
         )
     if hasattr(result, "newest"):
-        one_token_on(result.newest)
+        shift_by_one_token(result.newest)
 
 
-def offset_one_on(result: Any, cache: Any, *args: Any) -> None:
+def increase_offset(result: Any, cache: Any, *args: Any) -> None:
     cache.offset = cache.offset + 1
 
 
@@ -123,7 +123,7 @@ def no_mask(result: Any, cache: Any, n: int, *args: Any, **kwargs: Any) -> Any:
     return "causal" if isinstance(result, mx.array) else result
 
 
-def less_padding(result: Any, cache: Any, *args: Any) -> None:
+def reduce_padding(result: Any, cache: Any, *args: Any) -> None:
     cache._padding = [max(0, n - 1) for n in cache._padding]
     cache.left_padding = mx.array(cache._padding, mx.int32)
 
@@ -133,79 +133,89 @@ def without_biases(result: Any, *args: Any) -> Any:
     return weights, scales, mx.zeros_like(biases)
 
 
-def layers_swapped(result: Any, *args: Any) -> Any:
+def swap_layers(result: Any, *args: Any) -> Any:
     swapped = [{name: array[::-1] for name, array in block.items()} for block in result]
     mx.eval(swapped)
     return swapped
 
 
-def one_token_less(result: Any, *args: Any) -> None:
+def trim_one_token(result: Any, *args: Any) -> None:
     for cache in result:
         cache.trim(1)
 
 
-def tokens_one_on(result: Any, *args: Any) -> None:
+def shift_each_by_one_token(result: Any, *args: Any) -> None:
     for cache in result:
-        one_token_on(cache)
+        shift_by_one_token(cache)
 
 
-def blocks_swapped(result: Any, *args: Any) -> Any:
+def value_scales_for_keys(result: Any, *args: Any) -> Any:
     return [{**block, "0.k.scales": block["0.v.scales"]} for block in result]
 
 
-def never_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def own(cache: BatchQuantizedKVCache) -> list[int]:
+def never_pack(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forget(cache: BatchQuantizedKVCache) -> list[int]:
         return [n % packed.GRID for n in cache.lengths]
 
-    monkeypatch.setattr(BATCH, "forget", own)
+    monkeypatch.setattr(BATCH, "forget", forget)
 
 
-def head_swapped(result: mx.array, *args: Any) -> mx.array:
+def swap_heads(result: mx.array, *args: Any) -> mx.array:
     return result[:, ::-1]
 
 
-def tiles_swapped(result: mx.array, *args: Any) -> mx.array:
-    return result if args[-1] is None else head_swapped(result)
+def swap_heads_of_tiles(result: mx.array, *args: Any) -> mx.array:
+    return result if args[-1] is None else swap_heads(result)
 
 
 BATCH = BatchQuantizedKVCache
 QUANTIZED: dict[str, Fault] = {
-    "merge swaps keys and values": after(BATCH, "merge", swap_sides),
-    "biases dropped": after(packed, "quantize", without_biases),
-    "filter takes wrong rows": after(BATCH, "filter", swap_rows),
-    "filter moves padding": after(BATCH, "filter", less_padding),
-    "extend swaps rows": after(BATCH, "extend", swap_rows),
-    "extend moves padding": after(BATCH, "extend", less_padding),
-    "extract is one short": after(BATCH, "extract", one_less),
-    "extract is one off": after(BATCH, "extract", one_token_on),
-    "extract swaps keys and values": after(BATCH, "extract", swap_sides),
-    "offset": after(BATCH, "update_and_fetch", offset_one_on),
-    "mask": after(BATCH, "make_mask", no_mask),
-    "a whole block is not packed": never_packed,
-    "tiled attention": after(attention, "dequantized_attention", tiles_swapped),
-    "prompts that are computed together": after(RowsKV, "attend", head_swapped),
-    "restore is one short": after(blocks.Joiner, "finish", one_token_less),
-    "restore is one off": after(blocks.Joiner, "finish", tokens_one_on),
-    "layers swapped in blocks": after(saver, "split", layers_swapped),
-    "scales of values for keys": after(saver, "split", blocks_swapped),
+    "merge swaps keys and values": fault_after(BATCH, "merge", swap_keys_and_values),
+    "biases dropped": fault_after(packed, "quantize", without_biases),
+    "filter takes wrong rows": fault_after(BATCH, "filter", swap_rows),
+    "filter moves padding": fault_after(BATCH, "filter", reduce_padding),
+    "extend swaps rows": fault_after(BATCH, "extend", swap_rows),
+    "extend moves padding": fault_after(BATCH, "extend", reduce_padding),
+    "extract is one token short": fault_after(BATCH, "extract", reduce_offset),
+    "extract shifts tokens by one": fault_after(BATCH, "extract", shift_by_one_token),
+    "extract swaps keys and values": fault_after(BATCH, "extract", swap_keys_and_values),
+    "offset is one more": fault_after(BATCH, "update_and_fetch", increase_offset),
+    "mask is missing": fault_after(BATCH, "make_mask", no_mask),
+    "a whole block is not packed": never_pack,
+    "heads swapped in tiled attention": fault_after(
+        attention, "dequantized_attention", swap_heads_of_tiles
+    ),
+    "heads swapped in prompts computed together": fault_after(RowsKV, "attend", swap_heads),
+    "restore is one token short": fault_after(blocks.Joiner, "finish", trim_one_token),
+    "restore shifts tokens by one": fault_after(blocks.Joiner, "finish", shift_each_by_one_token),
+    "layers swapped in blocks": fault_after(saver, "split", swap_layers),
+    "scales of values used for keys": fault_after(saver, "split", value_scales_for_keys),
 }
-OWN: dict[str, Fault] = {
-    "merge swaps keys and values": after(FullPrecisionBatchKVCache, "merge", swap_sides),
-    "filter takes wrong rows": after(FullPrecisionBatchKVCache, "filter", swap_rows),
-    "extend swaps rows": after(FullPrecisionBatchKVCache, "extend", swap_rows),
-    "extract is one off": after(FullPrecisionBatchKVCache, "extract", one_token_on),
-    "offset": after(FullPrecisionBatchKVCache, "update_and_fetch", offset_one_on),
-    "mask": after(FullPrecisionBatchKVCache, "make_mask", no_mask),
-    "mask of prompts that are computed together": after(ArrayRows, "make_mask", no_mask),
-    "restore is one short": after(blocks.Joiner, "finish", one_token_less),
-    "layers swapped in blocks": after(saver, "split", layers_swapped),
+FULL_PRECISION: dict[str, Fault] = {
+    "merge swaps keys and values": fault_after(
+        FullPrecisionBatchKVCache, "merge", swap_keys_and_values
+    ),
+    "filter takes wrong rows": fault_after(FullPrecisionBatchKVCache, "filter", swap_rows),
+    "extend swaps rows": fault_after(FullPrecisionBatchKVCache, "extend", swap_rows),
+    "extract shifts tokens by one": fault_after(
+        FullPrecisionBatchKVCache, "extract", shift_by_one_token
+    ),
+    "offset is one more": fault_after(
+        FullPrecisionBatchKVCache, "update_and_fetch", increase_offset
+    ),
+    "mask is missing": fault_after(FullPrecisionBatchKVCache, "make_mask", no_mask),
+    "mask missing for prompts computed together": fault_after(ArrayRows, "make_mask", no_mask),
+    "restore is one token short": fault_after(blocks.Joiner, "finish", trim_one_token),
+    "layers swapped in blocks": fault_after(saver, "split", swap_layers),
 }
-FAULTS = [("k8v4", name) for name in QUANTIZED] + [("16", name) for name in OWN]
+FAULTS = [("k8v4", name) for name in QUANTIZED] + [("16", name) for name in FULL_PRECISION]
 
 
-@pytest.mark.parametrize(("precision", "name"), FAULTS)
-def test_the_round_trip_finds(precision: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (OWN if precision == "16" else QUANTIZED)[name](monkeypatch)
-    strategy: Any = "tiled" if name == "tiled attention" else "auto"
+@pytest.mark.parametrize(("precision", "fault"), FAULTS)
+def test_round_trip_detects_an_injected_fault(
+    precision: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (FULL_PRECISION if precision == "16" else QUANTIZED)[fault](monkeypatch)
+    strategy: Any = "tiled" if fault == "heads swapped in tiled attention" else "auto"
     with pytest.raises(SelfTestFailed):
         check_round_trip(PRECISIONS[precision], strategy)

@@ -1,4 +1,4 @@
-"""The conformance test passes our plugin, and catches each of many bad ones."""
+"""The conformance test passes our plugin, and finds the fault of each incorrect plugin."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_our_plugin_conforms(faults: dict[str, str], hook: str) -> None:
 
 
 class Correct:
-    """Does in every hook only what is allowed."""
+    """A plugin whose hooks do only allowed things."""
 
     @hookimpl
     def configure(self, args: Namespace) -> None: ...
@@ -91,7 +91,7 @@ def test_a_correct_plugin_has_no_fault() -> None:
 
 
 class Answers(TakenRequest):
-    """Answers `enter` and `advance` as the test says."""
+    """A request whose `enter` and `advance` return given values."""
 
     def __init__(self, answer: Any = None, ready: Any = True) -> None:
         super().__init__(Prompt([5, 6], [[5, 6]], ["user"]))
@@ -167,8 +167,10 @@ BAD: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("hook", "function"), BAD, ids=[f"{n}-{x[0]}" for n, x in enumerate(BAD)])
-def test_a_bad_plugin_is_caught_in_its_hook(hook: str, function: Any) -> None:
+@pytest.mark.parametrize(
+    ("hook", "function"), BAD, ids=[f"{n}-{hook}" for n, (hook, _) in enumerate(BAD)]
+)
+def test_a_fault_is_reported_for_the_hook_that_has_it(hook: str, function: Any) -> None:
     plugin = SimpleNamespace(**{hook: hookimpl(function)})
     assert list(find_faults(plugin)) == [hook]
     with pytest.raises(PluginFault, match=f"^{hook}: "):
@@ -176,12 +178,12 @@ def test_a_bad_plugin_is_caught_in_its_hook(hook: str, function: Any) -> None:
 
 
 @pytest.mark.parametrize("plugin", [Misspelt(), WrongArguments()])
-def test_a_hook_that_the_server_lacks_is_caught(plugin: Any) -> None:
+def test_misspelt_hooks_and_wrong_arguments_are_refused(plugin: Any) -> None:
     with pytest.raises(pluggy.PluginValidationError):
         find_faults(plugin)
 
 
-def test_an_option_that_a_plugin_refuses_is_its_fault() -> None:
+def test_a_config_error_is_a_fault_of_configure() -> None:
     def refuse(args: Namespace) -> None:
         raise ConfigError("found a bad option")
 

@@ -19,24 +19,24 @@ from mlx_lm_kvpersist.units import parse_days, parse_size, show_bytes
         ("1TiB", 1 << 40),
     ],
 )
-def test_sizes(text: str, n_bytes: int) -> None:
+def test_sizes_are_parsed_in_binary_units(text: str, n_bytes: int) -> None:
     assert parse_size(text) == n_bytes
 
 
 @pytest.mark.parametrize("text", ["", "8 apples", "-1G", "G", "1e9", "\u0668G", "9" * 400])
-def test_what_is_no_size(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(ArgumentTypeError, match="write for example 8G"):
         parse_size(text)
 
 
 @pytest.mark.parametrize("text", ["14", "-1d", f"{'9' * 400}d", f"{'9' * 5000}h"])
-def test_what_is_no_age(text: str) -> None:
+def test_invalid_ages_are_refused(text: str) -> None:
     with pytest.raises(ArgumentTypeError, match="write for example 14d"):
         parse_days(text)
 
 
 @pytest.mark.parametrize("text", ["8", "1000", "1048575"])
-def test_a_number_without_a_unit_is_not_taken_for_bytes(text: str) -> None:
+def test_small_numbers_without_a_unit_are_refused_with_suggestions(text: str) -> None:
     with pytest.raises(ArgumentTypeError, match=f"write {text}G, {text}M or {text}K"):
         parse_size(text)
 

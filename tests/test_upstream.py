@@ -1,4 +1,4 @@
-"""The reports in `upstream/` are short, complete and right for the mlx-lm that they name."""
+"""The reports in `upstream/` are short and complete, and their scripts show each fault."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from tests.support.host import REPOSITORY
 UPSTREAM = REPOSITORY / "upstream"
 SEAM = UPSTREAM / "seam"
 SCRIPTS = sorted(UPSTREAM.glob("*.py"))
-of_newest = pytest.mark.skipif(version("mlx-lm") != "0.32.2", reason="the reports are of 0.32.2")
+needs_reported_version = pytest.mark.skipif(
+    version("mlx-lm") != "0.32.2", reason="the reports are of 0.32.2"
+)
 
 
 def run(*command: str | Path, path: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -35,37 +37,37 @@ def test_each_script_has_a_report_and_at_most_30_lines() -> None:
         assert len(script.read_text(encoding="utf-8").splitlines()) <= 30, script
         assert "kvpersist" not in script.read_text(encoding="utf-8"), "stock alone"
         report = script.with_suffix(".md").read_text(encoding="utf-8")
-        parts = re.findall(r"^\*\*([^*]+)\.\*\*", report, re.MULTILINE)
-        assert {"Versions", "What happens", "Expected", "To see it", "Cause"} <= {*parts}, script
-        assert "Suggested fix" in parts, script
+        headings = re.findall(r"^\*\*([^*]+)\.\*\*", report, re.MULTILINE)
+        assert {"Versions", "What happens", "Expected", "To see it", "Cause"} <= {*headings}, script
+        assert "Suggested fix" in headings, script
         assert script.name in listed and script.with_suffix(".md").name in listed
 
 
-@of_newest
+@needs_reported_version
 def test_a_draft_model_leaves_caches_one_token_short() -> None:
     done = run(UPSTREAM / "draft_cache.py")
     assert done.returncode == 0, done.stderr
     assert "4 tokens: without a draft +0, with a draft -1" in done.stdout
 
 
-@of_newest
-def test_a_longer_prompt_changes_a_shorter_one_of_nemotron_h() -> None:
+@needs_reported_version
+def test_padding_changes_a_short_prompt_of_nemotron_h() -> None:
     done = run(UPSTREAM / "padded_prefill.py")
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.rpartition(": ")[2]) > 0.01
 
 
-@of_newest
+@needs_reported_version
 @pytest.mark.slow
-def test_an_exact_hit_ends_the_server(smollm2: Path) -> None:
+def test_an_exact_cache_hit_ends_the_stock_server(smollm2: Path) -> None:
     done = run(UPSTREAM / "exact_hit.py", smollm2)
     assert "ValueError: Sequence 1 has an empty prompt" in done.stderr
     assert "another prompt: \"failed: <HTTPError 404: 'Not Found'>\"" in done.stdout
 
 
 @pytest.mark.skipif(shutil.which("patch") is None, reason="needs the program `patch`")
-@of_newest
-def test_the_proposal_applies_and_its_test_passes(tmp_path: Path) -> None:
+@needs_reported_version
+def test_the_proposed_patch_applies_and_passes_its_tests(tmp_path: Path) -> None:
     spec = find_spec("mlx_lm")
     assert spec is not None and spec.origin is not None
     skipped = shutil.ignore_patterns("__pycache__")

@@ -1,4 +1,4 @@
-"""The plugin does what the server expects, and its lines tell what happened."""
+"""The plugin conforms to the hooks, and writes a line for each request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_every_hook_does_what_the_server_expects(faults: dict[str, str], hook: str) -> None:
+def test_every_hook_conforms(faults: dict[str, str], hook: str) -> None:
     assert hook not in faults, faults[hook]
 
 
@@ -63,7 +63,7 @@ def test_a_line_has_the_lengths_and_the_outcome(
     assert row[1:] == expected
 
 
-def test_a_second_start_appends(tmp_path: Path) -> None:
+def test_a_restart_appends_to_the_file(tmp_path: Path) -> None:
     file = tmp_path / "requests.csv"
     for _ in range(2):
         plugin = configured(file)

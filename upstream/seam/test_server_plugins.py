@@ -13,7 +13,7 @@ class Provider(server.ModelProvider):
 
 
 class Generator:
-    """Stands for a ResponseGenerator: it starts no thread."""
+    """A ResponseGenerator that starts no thread."""
 
     def __init__(self, model_provider, prompt_cache):
         self.model_provider, self.prompt_cache = model_provider, prompt_cache
@@ -24,7 +24,7 @@ class Handler(server.APIHandler):
 
 
 class Cache(server.LRUPromptCache):
-    """Could keep its content on disk."""
+    """A prompt cache that could keep its content on disk."""
 
 
 class Plugin(server.ServerPlugin):
@@ -61,7 +61,7 @@ class TestServerPlugins(unittest.TestCase):
             server.main()
         return started.call_args.args
 
-    def test_a_plugin_gives_the_prompt_cache_and_the_classes(self):
+    def test_a_plugin_provides_the_prompt_cache_and_the_classes(self):
         options = ("--plugin", "disk", "--cache-folder", "/caches", "--port", "1234")
         _, port, generator, _, handler = self.start(*options)
         self.assertEqual((port, handler), (1234, Handler))
@@ -72,7 +72,7 @@ class TestServerPlugins(unittest.TestCase):
         self.assertEqual(generator.prompt_cache.max_size, 10)
         self.assertTrue(Plugin.closed)
 
-    def test_batches_come_from_the_class_that_the_generator_names(self):
+    def test_the_generator_class_names_its_batch_generator(self):
         self.assertIs(server.ResponseGenerator.batch_generator_class, server.BatchGenerator)
         self.assertNotIn("BatchGenerator", server.ResponseGenerator._generate.__code__.co_names)
 
@@ -83,7 +83,7 @@ class TestServerPlugins(unittest.TestCase):
         self.assertIs(type(generator.model_provider), server.ModelProvider)
         self.assertIs(type(generator.prompt_cache), server.LRUPromptCache)
 
-    def test_an_unknown_plugin_ends_the_start(self):
+    def test_the_server_does_not_start_with_an_unknown_plugin(self):
         with self.assertRaises(SystemExit):
             self.start("--plugin", "nothing")
 
