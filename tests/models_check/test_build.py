@@ -38,17 +38,17 @@ def last_logits(model: Any, ids: list[int]) -> np.ndarray[Any, Any]:
     return np.where(np.isfinite(logits), logits, 0.0)
 
 
-def influence(model: Any, ids: list[int], places: tuple[int, ...]) -> float:
-    """Return how much the last logits change with one of these tokens, as a share of their size."""
+def influence(model: Any, ids: list[int], positions: tuple[int, ...]) -> float:
+    """Return the largest relative change of the last logits if one of these tokens changes."""
     before = last_logits(model, ids)
     changes = []
-    for place in places:
-        other = [*ids[:place], (ids[place] + 17) % 250, *ids[place + 1 :]]
-        changes.append(np.abs(last_logits(model, other) - before).max())
+    for position in positions:
+        changed = [*ids[:position], (ids[position] + 17) % 250, *ids[position + 1 :]]
+        changes.append(np.abs(last_logits(model, changed) - before).max())
     return float(max(changes) / np.abs(before).max())
 
 
-def check(name: str) -> None:
+def check_influence(name: str) -> None:
     model = build(name)
     ids = random_ids(0, N_PROMPT)
     assert influence(model, ids, EARLY) > 0.002
@@ -58,23 +58,23 @@ def check(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_all_of_a_prompt_matters(name: str) -> None:
-    check(name)
+def test_early_and_late_tokens_change_the_logits(name: str) -> None:
+    check_influence(name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in available() if name not in FAMILIES])
-def test_all_of_a_prompt_matters_to_every_model(name: str) -> None:
-    check(name)
+def test_early_and_late_tokens_change_the_logits_of_every_model(name: str) -> None:
+    check_influence(name)
 
 
 @pytest.mark.parametrize(("name", "cache"), FAMILIES.items())
-def test_families_show_the_caches_they_are_there_for(name: str, cache: str) -> None:
+def test_each_family_has_its_expected_cache_class(name: str, cache: str) -> None:
     assert cache in {type(cache).__name__ for cache in make_prompt_cache(build(name))}
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3_next", "kimi_linear"])
-def test_a_seed_makes_the_same_weights_again(name: str) -> None:
+def test_the_same_seed_gives_the_same_weights(name: str) -> None:
     first, again, other = (dict(tree_flatten(build(name, seed).parameters())) for seed in (0, 0, 1))
     assert all(mx.array_equal(first[path], again[path]) for path in first)
     assert not all(mx.array_equal(first[path], other[path]) for path in first)
@@ -82,5 +82,5 @@ def test_a_seed_makes_the_same_weights_again(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_model_has_few_parameters(name: str) -> None:
-    """So a forward pass takes milliseconds."""
+    """A forward pass then takes milliseconds."""
     assert sum(value.size for _, value in tree_flatten(build(name).parameters())) < 1_000_000

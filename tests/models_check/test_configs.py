@@ -13,21 +13,23 @@ from models_check.configs import (
 )
 
 
-def test_every_installed_module_is_accounted_for() -> None:
+def test_every_installed_module_is_in_the_zoo_or_excluded() -> None:
     known = {module_of(name) for name in CONFIGS} | NOT_IN_THE_ZOO.keys()
     assert [module for module in installed_modules() if module not in known] == []
 
 
-def test_no_module_is_both_in_the_zoo_and_out_of_it() -> None:
+def test_no_module_is_both_in_the_zoo_and_excluded() -> None:
     assert {module_of(name) for name in CONFIGS} & NOT_IN_THE_ZOO.keys() == set()
 
 
-def test_what_the_installed_version_lacks_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_missing_in_the_installed_version_are_skipped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("models_check.configs.installed_modules", lambda: ["llama", "cache"])
     assert {module_of(name) for name in available()} == {"llama"}
 
 
-def test_what_the_installed_version_cannot_run_is_skipped(
+def test_models_that_the_installed_version_cannot_run_are_skipped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("models_check.configs.versions.installed", lambda _: "0.32.0")
@@ -40,7 +42,7 @@ def test_variants_do_not_repeat_a_configuration() -> None:
     for name, config in CONFIGS.items():
         same = [
             other
-            for other, its_config in CONFIGS.items()
-            if other != name and module_of(other) == module_of(name) and its_config == config
+            for other, other_config in CONFIGS.items()
+            if other != name and module_of(other) == module_of(name) and other_config == config
         ]
         assert same == [], name

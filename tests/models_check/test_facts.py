@@ -1,4 +1,4 @@
-"""Evaluation finds what a model's code does wrong, and nothing else."""
+"""Evaluating a model finds the faults of its code, and no others."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ class Attention(nn.Module):  # type: ignore[misc]
     def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array:
         x = TABLE[inputs]
         mask = create_attention_mask(x, cache[0])
-        held = cache[0].update_and_fetch(KEYS[inputs][:, None], x[:, None])
-        out = scaled_dot_product_attention(x[:, None], *held, cache[0], scale=0.1, mask=mask)
+        keys_and_values = cache[0].update_and_fetch(KEYS[inputs][:, None], x[:, None])
+        out = scaled_dot_product_attention(
+            x[:, None], *keys_and_values, cache[0], scale=0.1, mask=mask
+        )
         return self.logits(out[:, 0], cache[0])
 
     def logits(self, out: mx.array, cache: Any) -> mx.array:
@@ -53,12 +55,12 @@ def facts(model: Any) -> Architecture:
     return combined([evaluated(model)])
 
 
-def test_a_model_that_does_everything_right() -> None:
+def test_a_correct_model_batches_joins_and_takes_packed_keys() -> None:
     assert facts(Attention()) == TRUE
 
 
 @pytest.mark.parametrize("share", [0.05, 1.0, float("nan")])
-def test_rows_that_are_mixed_are_neither_decoded_nor_computed_together(share: float) -> None:
+def test_a_model_that_mixes_rows_neither_batches_nor_joins(share: float) -> None:
     class Mixes(Attention):
         def logits(self, out: mx.array, cache: Any) -> mx.array:
             return (1 - share) * out + share * out.mean(axis=0) if out.shape[0] > 1 else out
@@ -66,8 +68,8 @@ def test_rows_that_are_mixed_are_neither_decoded_nor_computed_together(share: fl
     assert facts(Mixes()) == Architecture(batches=False, joins=False, packed=True)
 
 
-class FailsOver(Attention):
-    """Raises over caches of one class."""
+class FailsWithCaches(Attention):
+    """A model that raises for several rows with caches of one class."""
 
     def __init__(self, cls: type) -> None:
         super().__init__()
@@ -90,11 +92,13 @@ class FailsOver(Attention):
         (ArraysCache, True, True),
     ],
 )
-def test_a_model_that_fails_over_some_caches(cls: type, batches: bool, joins: bool) -> None:
-    assert facts(FailsOver(cls)) == Architecture(batches, joins, packed=True)
+def test_errors_with_a_cache_class_change_only_the_affected_facts(
+    cls: type, batches: bool, joins: bool
+) -> None:
+    assert facts(FailsWithCaches(cls)) == Architecture(batches, joins, packed=True)
 
 
-def test_caches_that_cannot_be_merged_or_taken_apart_are_not_batched(
+def test_caches_without_merge_or_extract_are_not_batched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Chunked(Attention):
@@ -119,18 +123,18 @@ def backwards(out: mx.array) -> mx.array:
 
 
 @pytest.mark.parametrize("change", [half, backwards])
-def test_a_model_that_reads_packed_keys_wrongly_is_given_arrays(
+def test_a_model_that_misreads_packed_keys_gets_arrays(
     change: Callable[[mx.array], mx.array],
 ) -> None:
-    class ByItsBits(Attention):
+    class MisreadsPackedKeys(Attention):
         def logits(self, out: mx.array, cache: Any) -> mx.array:
             return change(out) if hasattr(cache, "bits") else out
 
-    assert facts(ByItsBits()) == Architecture(batches=True, joins=True, packed=False)
+    assert facts(MisreadsPackedKeys()) == Architecture(batches=True, joins=True, packed=False)
 
 
-class Counts(Attention):
-    """Its logits depend on the number of calls, which no cache has."""
+class CountsCalls(Attention):
+    """A model whose logits depend on the number of calls, which no cache stores."""
 
     n_calls = 0
 
@@ -139,8 +143,8 @@ class Counts(Attention):
         return out + mx.sin(mx.arange(DIM) * self.n_calls)
 
 
-class Remembers(Attention):
-    """Its logits depend on the length of the last prompt that it computed."""
+class RemembersLength(Attention):
+    """A model whose logits depend on the length of the last prompt that it computed."""
 
     n_tokens = 0
 
@@ -150,12 +154,12 @@ class Remembers(Attention):
         return super().__call__(inputs, cache) + mx.sin(mx.arange(DIM) * self.n_tokens)
 
 
-@pytest.mark.parametrize("cls", [Counts, Remembers])
+@pytest.mark.parametrize("cls", [CountsCalls, RemembersLength])
 def test_a_model_that_keeps_state_outside_its_caches_is_refused(cls: type[Attention]) -> None:
     assert facts(cls()).refused == "it keeps state outside its caches"
 
 
-def test_a_model_that_fails_over_our_caches_is_refused() -> None:
+def test_a_model_that_fails_with_our_caches_is_refused() -> None:
     class Fails(Attention):
         def logits(self, out: mx.array, cache: Any) -> mx.array:
             if cache.offset > 20:
@@ -167,7 +171,7 @@ def test_a_model_that_fails_over_our_caches_is_refused() -> None:
     )
 
 
-def test_a_fact_is_what_all_models_show_that_show_anything() -> None:
+def test_a_combined_fact_holds_for_every_model_that_measured_it() -> None:
     right = Evaluated({"batches, plain": 0.0, "joins, plain": 0.0, "packed": 0.0})
     silent = Evaluated({"batches, plain": 0.0, "joins, plain": 0.0})
     wrong = Evaluated({"batches, plain": 0.0, "joins, plain": 1.0, "packed": 2 * TOLERANCE})
@@ -181,9 +185,9 @@ def test_a_fact_is_what_all_models_show_that_show_anything() -> None:
 @pytest.mark.parametrize(
     "module", ["llama", "deepseek_v2", "gemma2", "gpt_oss", "mamba", "minimax_m3_vl", "falcon_h1"]
 )
-def test_the_shipped_facts_are_those_of_evaluation(module: str) -> None:
-    """With another seed than the file is made with."""
+def test_shipped_facts_match_an_evaluation_with_another_seed(module: str) -> None:
+    """The file was made with another seed."""
     pytest.importorskip(f"mlx_lm.models.{module}", reason="newer than this mlx-lm")
     names = [name for name in CONFIGS if module_of(name) == module]
-    found = combined([evaluated(build(name, seed=1)) for name in names])
-    assert found == known()[versions.installed("mlx-lm")][module]
+    evaluated_facts = combined([evaluated(build(name, seed=1)) for name in names])
+    assert evaluated_facts == known()[versions.installed("mlx-lm")][module]

@@ -1,4 +1,4 @@
-"""The sweep finds no fault in the plugin, and finds faults that are put in."""
+"""The sweep finds no fault in the plugin, and detects injected faults."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ REPRESENTATIVE = [
 
 
 @pytest.mark.parametrize("name", REPRESENTATIVE)
-def test_representative_models(name: str) -> None:
+def test_sweep_finds_no_fault_in_representative_models(name: str) -> None:
     finding = sweep(name)
     assert finding.result in FINE, finding
 
 
 @pytest.mark.parametrize("name", ["gemma2", pytest.param("jamba", marks=pytest.mark.slow)])
-def test_a_model_of_which_nothing_is_known_is_right(name: str) -> None:
-    """Its batches are those of stock, right or wrong; all else is as right as with facts."""
+def test_sweep_finds_no_fault_in_a_model_without_facts(name: str) -> None:
+    """Such a model is batched as in stock; all other results must be correct."""
     finding = sweep(name, unknown=True)
     assert finding.result in FINE, finding
     assert finding.batching == "replies"
@@ -44,12 +44,12 @@ def test_a_model_of_which_nothing_is_known_is_right(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("unknown", [False, True], ids=["known", "unknown"])
 @pytest.mark.parametrize("name", [name for name in available() if name not in REPRESENTATIVE])
-def test_every_model(name: str, unknown: bool) -> None:
+def test_sweep_finds_no_fault_in_any_model(name: str, unknown: bool) -> None:
     finding = _in_a_process(name, unknown=unknown)
     assert finding.result in FINE, finding
 
 
-def test_a_model_is_served_by_the_facts_about_its_architecture(
+def test_facts_decide_batching_plans_and_refusal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     known = served(build("llama"))
@@ -65,7 +65,7 @@ def test_a_model_is_served_by_the_facts_about_its_architecture(
     assert finding.reason == "its architecture is not supported: it keeps state outside its caches"
 
 
-def test_llama_is_kept_and_reused_up_to_the_block_where_it_is_left() -> None:
+def test_llama_reuses_all_tokens_that_its_blocks_allow() -> None:
     finding = sweep("llama")
     assert finding.result == "equal"
     assert finding.reused == finding.possible
@@ -75,36 +75,36 @@ def test_llama_is_kept_and_reused_up_to_the_block_where_it_is_left() -> None:
     assert Finding(**json.loads(json.dumps(finding.to_json()))) == finding
 
 
-# The sweep's findings if the plugin had faults.
+# Injected faults.
 
 
 @pytest.fixture
 def few_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The conversation ends with the first turn that follows a restart."""
+    """End the conversation with the first turn after a restart."""
     monkeypatch.setattr("models_check.sweep.N_TURNS", 3)
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("mamba2", marks=pytest.mark.slow)])
-def test_what_other_tokens_left_is_found_out(
+def test_sweep_detects_saved_caches_of_other_tokens(
     name: str, few_turns: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save = LoadedModel.save
 
-    def save_others(
+    def save_wrong_caches(
         loaded: LoadedModel, sequence: Any, tokens: Any, caches: Any, cache_type: str, store: Any
     ) -> int:
-        others = loaded.spec.make_cache()
-        loaded.model(mx.array([tokens[::-1]]), cache=others)
-        return save(loaded, sequence, tokens, others, cache_type, store)
+        wrong_caches = loaded.spec.make_cache()
+        loaded.model(mx.array([tokens[::-1]]), cache=wrong_caches)
+        return save(loaded, sequence, tokens, wrong_caches, cache_type, store)
 
-    monkeypatch.setattr(LoadedModel, "save", save_others)
+    monkeypatch.setattr(LoadedModel, "save", save_wrong_caches)
     finding = sweep(name)
     assert finding.result == "WRONG"
     assert "restored: logits" in finding.reason
 
 
 @pytest.mark.slow
-def test_a_window_that_is_one_token_off_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_detects_a_window_shifted_by_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
     def restored_and_rolled(*args: Any) -> Any:
         reuse = restored(*args)
         for cache in reuse.caches or []:
@@ -119,7 +119,7 @@ def test_a_window_that_is_one_token_off_is_found_out(monkeypatch: pytest.MonkeyP
     assert "cut anywhere: logits" in finding.reason
 
 
-def test_a_store_that_finds_nothing_is_found_out(
+def test_sweep_detects_that_nothing_is_saved(
     few_turns: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LoadedModel, "save", lambda *_: 0)
@@ -129,7 +129,7 @@ def test_a_store_that_finds_nothing_is_found_out(
 
 
 @pytest.mark.slow
-def test_a_live_cache_that_is_wrong_everywhere_is_found_out(
+def test_sweep_detects_live_caches_that_differ_from_the_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def coarser(x: mx.array, precision: Any) -> mx.array:
@@ -144,7 +144,7 @@ def test_a_live_cache_that_is_wrong_everywhere_is_found_out(
 
 
 @pytest.mark.slow
-def test_a_batch_that_does_not_hide_its_padding_is_found_out(
+def test_sweep_detects_a_batch_without_a_padding_mask(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def blind(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -161,7 +161,7 @@ def test_a_batch_that_does_not_hide_its_padding_is_found_out(
     assert "in a batch: logits" in finding.reason
 
 
-def test_stock_that_does_not_hide_its_padding_is_found_out(
+def test_a_stock_batch_without_a_padding_mask_is_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = build("llama")
@@ -172,7 +172,7 @@ def test_stock_that_does_not_hide_its_padding_is_found_out(
     assert batches_right(model) == "no"
 
 
-def test_a_model_that_stock_cannot_run_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_stock_is_reported_as_stock_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise ValueError("too many")
 
@@ -181,7 +181,7 @@ def test_a_model_that_stock_cannot_run_is_a_finding(monkeypatch: pytest.MonkeyPa
     assert (finding.result, finding.reason) == ("stock fails", "ValueError: too many")
 
 
-def test_an_error_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_a_restore_is_reported_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("no luck")
 
@@ -190,37 +190,39 @@ def test_an_error_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (finding.result, finding.reason) == ("failed", "RuntimeError: no luck")
 
 
-def test_a_process_that_dies_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_dies_is_reported_as_failed_or_crashed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert _in_a_process("no such model").result == "failed"
     monkeypatch.setattr("models_check.__main__.sys.executable", "false")
     assert _in_a_process("llama").result == "crashed"
 
 
-def test_a_process_that_hangs_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_hangs_is_reported_as_hung(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("models_check.__main__._TIMEOUT_S", 0.1)
     assert _in_a_process("llama").result == "hung"
 
 
-# The comparisons.
+# Comparing logits.
 
 
-def test_a_near_tie_is_no_other_token() -> None:
+def test_a_near_tie_does_not_count_as_another_token() -> None:
     reference = np.array([[0.0, -10.0, -0.001]], np.float32)
     near = np.array([[-0.001, -10.0, 0.0]], np.float32)
-    found = compare(reference, near)
-    assert found.is_equal
-    assert (found.n_other_tokens, found.n_near_ties) == (0, 1)
+    comparison = compare(reference, near)
+    assert comparison.is_equal
+    assert (comparison.n_other_tokens, comparison.n_near_ties) == (0, 1)
 
 
-def test_another_token_is_one() -> None:
+def test_a_different_best_token_counts_as_another_token() -> None:
     reference = np.array([[0.0, -10.0, -0.5]], np.float32)
     other = np.array([[-0.5, -10.0, 0.0]], np.float32)
-    found = compare(reference, other)
-    assert not found.is_equal
-    assert (found.n_other_tokens, found.n_near_ties) == (1, 0)
+    comparison = compare(reference, other)
+    assert not comparison.is_equal
+    assert (comparison.n_other_tokens, comparison.n_near_ties) == (1, 0)
 
 
-def test_small_differences_count_as_a_share_of_the_range() -> None:
+def test_differences_are_relative_to_the_range_of_the_logits() -> None:
     reference = np.array([[0.0, -10.0]], np.float32)
     assert compare(reference, reference - 0.009).is_equal
     assert not compare(reference, reference - 0.02).is_equal

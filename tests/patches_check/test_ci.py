@@ -1,4 +1,4 @@
-"""CI runs commands that exist here: each command of .ci/run and of the workflows."""
+"""Every command of .ci/run and of the workflows exists in this repository."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ TARGETS = ("test", "patches", "own-tests", "facts")
 PROGRAMS = {"test", "jq", "tee", "git", "sudo", "rm", "gh"}
 """Programs that a runner has."""
 MOST_MINUTES = {"test-all": 350, "models": 120, "matrix": 90}
-"""How long a job may take; every other job has an hour."""
+"""Time limits of jobs that may take more than an hour."""
 
 
-def loaded(path: Path) -> dict[Any, Any]:
+def load_workflow(path: Path) -> dict[Any, Any]:
     content: dict[Any, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     return content
 
@@ -38,7 +38,7 @@ def targets() -> set[str]:
     return set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
 
 
-def test_the_workflows_are_these() -> None:
+def test_workflows_are_docs_nightly_push_and_release() -> None:
     assert [path.name for path in WORKFLOWS] == [
         "docs.yml",
         "nightly.yml",
@@ -48,7 +48,7 @@ def test_the_workflows_are_these() -> None:
 
 
 def commands_of(script: str) -> list[list[str]]:
-    """Return the commands of a script of one line, as words, pipes taken apart."""
+    """Split a one-line script at pipes and semicolons; return the words of each command."""
     lexer = shlex.shlex(script, posix=True, punctuation_chars="|&;")
     lexer.whitespace_split = True
     commands: list[list[str]] = [[]]
@@ -62,9 +62,9 @@ def commands_of(script: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
 def test_every_command_of_a_workflow_exists(path: Path) -> None:
-    scripts = [step["run"] for step in steps(loaded(path)) if "run" in step]
+    scripts = [step["run"] for step in steps(load_workflow(path)) if "run" in step]
     assert scripts
-    for program, *arguments in (one for script in scripts for one in commands_of(script)):
+    for program, *arguments in (command for script in scripts for command in commands_of(script)):
         if program == "make":
             assert arguments[0] in targets()
         elif program == ".venv/bin/python":
@@ -78,9 +78,9 @@ def test_every_command_of_a_workflow_exists(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
-def test_every_job_ends_and_has_few_rights(path: Path) -> None:
+def test_every_job_has_a_time_limit_and_minimal_permissions(path: Path) -> None:
     """A job that may publish a package or write to the repository uses actions by their hashes."""
-    workflow = loaded(path)
+    workflow = load_workflow(path)
     assert workflow["permissions"] == {"contents": "read"}
     for name, job in workflow["jobs"].items():
         assert job["timeout-minutes"] <= MOST_MINUTES.get(name, 60), name
@@ -98,13 +98,12 @@ def test_every_job_ends_and_has_few_rights(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
-def test_superseded_runs_are_cancelled(path: Path) -> None:
-    """But never a release."""
-    assert ("concurrency" in loaded(path)) == (path.stem != "release")
+def test_superseded_runs_are_cancelled_except_releases(path: Path) -> None:
+    assert ("concurrency" in load_workflow(path)) == (path.stem != "release")
 
 
 def test_each_push_runs_the_same_commands_on_linux_and_on_a_mac() -> None:
-    jobs = loaded(REPOSITORY / ".github/workflows/push.yml")["jobs"]
+    jobs = load_workflow(REPOSITORY / ".github/workflows/push.yml")["jobs"]
     systems = {entry["os"] for entry in jobs["test"]["strategy"]["matrix"]["include"]}
     for used in (systems, set(jobs["quick"]["strategy"]["matrix"]["os"])):
         assert {system.split("-")[0] for system in used} == {"ubuntu", "macos"}
@@ -112,8 +111,8 @@ def test_each_push_runs_the_same_commands_on_linux_and_on_a_mac() -> None:
     assert (run["run"], "if" in run) == (".ci/run", False)
 
 
-def test_each_night_runs_all_tests_and_takes_upstreams_main_branch() -> None:
-    workflow = loaded(REPOSITORY / ".github/workflows/nightly.yml")
+def test_the_nightly_run_tests_everything_with_upstreams_main_branch() -> None:
+    workflow = load_workflow(REPOSITORY / ".github/workflows/nightly.yml")
     assert workflow[True]["schedule"]  # YAML 1.1 reads `on` as true
     (checkout,) = [step for step in steps(workflow) if "repository" in step.get("with", {})]
     assert checkout["with"]["repository"] == "ml-explore/mlx-lm"
@@ -122,9 +121,9 @@ def test_each_night_runs_all_tests_and_takes_upstreams_main_branch() -> None:
 
 
 def test_a_release_is_checked_built_and_published_without_a_token() -> None:
-    """A run by hand publishes nothing."""
+    """A manual run publishes nothing."""
     path = REPOSITORY / ".github/workflows/release.yml"
-    jobs = loaded(path)["jobs"]
+    jobs = load_workflow(path)["jobs"]
     commands = [step["run"] for step in jobs["build"]["steps"] if "run" in step]
     assert commands[0] == ".ci/run" and "make dist" in commands
     assert jobs["publish"]["if"] == "github.ref_type == 'tag'"
@@ -134,8 +133,8 @@ def test_a_release_is_checked_built_and_published_without_a_token() -> None:
     assert "secrets." not in path.read_text()
 
 
-def test_ci_run_makes_the_tests_and_the_checks_of_patches(tmp_path: Path) -> None:
-    """With a `make` that only prints its targets."""
+def test_ci_run_makes_all_targets_in_order(tmp_path: Path) -> None:
+    """A script that prints its arguments replaces `make`."""
     (tmp_path / "make").write_text('#!/bin/sh\necho "make $*"\n', encoding="utf-8")
     (tmp_path / "make").chmod(0o755)
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The checks of the installed mlx-lm: each finds and names its kind of fault."""
+"""Each check of the installed mlx-lm detects and names one kind of fault."""
 
 from __future__ import annotations
 
@@ -36,27 +36,29 @@ OPTIONS = next(patch for patch in PATCHES if patch.name == "options")
 
 
 def distribution(folder: Path, version: str) -> Path:
-    """Make a folder in which mlx-lm has this version, and nothing else is."""
-    about = folder / f"mlx_lm-{version}.dist-info"
-    about.mkdir(parents=True)
-    (about / "METADATA").write_text(f"Name: mlx-lm\nVersion: {version}\n", encoding="utf-8")
+    """Make a folder that has only the metadata of this version of mlx-lm."""
+    metadata = folder / f"mlx_lm-{version}.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Name: mlx-lm\nVersion: {version}\n", encoding="utf-8")
     return folder
 
 
-def test_what_is_installed_here_passes(
+def test_the_installed_mlx_lm_passes_all_checks(
     server: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["passed"], report["failures"], report["measured"]) == (True, [], True)
-    assert [one["name"] for one in report["patches"]] == [f"patch {one.name}" for one in PATCHES]
-    assert all(one["passed"] for one in report["patches"])
+    assert [row["name"] for row in report["patches"]] == [
+        f"patch {patch.name}" for patch in PATCHES
+    ]
+    assert all(row["passed"] for row in report["patches"])
     assert report["startup"]["passed"]
-    kept = {one["name"]: one["said"] for one in report["cache_classes"]}
+    kept = {row["name"]: row["said"] for row in report["cache_classes"]}
     assert kept["KVCache"] == "stored: full"
     assert kept["RotatingKVCache"] == "stored: sliding"
     assert kept["CacheList"] == "taken apart"
-    bound = {one["name"]: one["said"] for one in report["bindings"]}
+    bound = {row["name"]: row["said"] for row in report["bindings"]}
     assert bound["quantized_scaled_dot_product_attention"] == "replaced in every module"
     assert not PATCH_SET.is_applied
 
@@ -70,7 +72,7 @@ def not_effective(server: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    ("patch", "says"),
+    ("patch", "message"),
     [
         (changed(target="mlx_lm.server:no_such"), "no_such is missing in this mlx-lm"),
         (
@@ -83,17 +85,19 @@ def not_effective(server: ModuleType) -> None:
     ],
     ids=["target", "use", "negative control", "probe", "replacement"],
 )
-def test_a_broken_patch_is_named_with_what_is_wrong(
-    server: ModuleType, patch: Patch, says: str
+def test_a_broken_patch_is_reported_with_its_fault(
+    server: ModuleType, patch: Patch, message: str
 ) -> None:
     stock = look_up(server, "argparse")
     with pytest.raises(KVPersistError) as failed:
         check_patch(patch)
-    assert says in str(failed.value)
+    assert message in str(failed.value)
     assert look_up(server, "argparse") is stock
 
 
-def test_a_patch_that_stays_is_found(server: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_patch_that_is_not_undone_is_detected(
+    server: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stock = look_up(server, "argparse")
     try:
         with monkeypatch.context() as broken:
@@ -105,7 +109,7 @@ def test_a_patch_that_stays_is_found(server: ModuleType, monkeypatch: pytest.Mon
 
 
 def test_a_broken_patch_fails_the_command(tmp_path: Path) -> None:
-    """As in CI: the exit status is 1, and the last line says which patch, and why."""
+    """The exit status is 1, and the last line names the patch and the reason."""
     script = tmp_path / "broken.py"
     script.write_text(
         "import dataclasses, sys\n"
@@ -166,7 +170,7 @@ def test_a_version_with_a_suffix_is_checked_and_not_measured(
     assert "(not measured)" in capsys.readouterr().out.splitlines()[0]
 
 
-def test_a_cache_class_that_nobody_thought_of_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_cache_classes_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     source = "class PagedKVCache(_BaseCache): ...\nclass Attention(nn.Module): ...\n"
     modules = {"mlx_lm.models.cache": ast.parse(source)}
     modules["mlx_lm.models.newest"] = ast.parse("class Ring(cache.KVCache): ...")
@@ -179,17 +183,19 @@ def test_a_cache_class_that_nobody_thought_of_fails(monkeypatch: pytest.MonkeyPa
     ]
 
 
-def test_a_module_that_would_go_round_a_patch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_still_uses_stocks_function_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     name = "quantized_scaled_dot_product_attention"
     modules = {"mlx_lm.models.newest": ast.parse(f"from .base import {name}")}
     modules["mlx_lm.chat"] = ast.parse("from .server import ModelProvider")
     monkeypatch.setattr(inventory, "_modules", lambda: modules)
-    found = {one.name: one for one in inventory.bindings(PATCHES)}
-    assert not found[name].is_known
-    said = "mlx_lm.models.newest would still use stock's; patch these modules, too"
-    assert found[name].said == said
-    assert found["ModelProvider"].said.endswith("other modules keep stock's")
-    assert found["ModelProvider"].is_known
+    bindings = {binding.name: binding for binding in inventory.bindings(PATCHES)}
+    assert not bindings[name].is_known
+    message = "mlx_lm.models.newest would still use stock's; patch these modules, too"
+    assert bindings[name].said == message
+    assert bindings["ModelProvider"].said.endswith("other modules keep stock's")
+    assert bindings["ModelProvider"].is_known
 
 
 @pytest.mark.parametrize(
@@ -197,7 +203,7 @@ def test_a_module_that_would_go_round_a_patch_fails(monkeypatch: pytest.MonkeyPa
     [(9, "disk", True, True), (0, "", True, False), (9, "ram", True, False),
      (9, "disk", False, False)],
 )  # fmt: skip
-def test_a_conversation_is_right_if_it_came_from_disk_and_went_on_alike(
+def test_a_conversation_must_come_from_disk_with_the_same_reply(
     cached: int, tier: str, same: bool, is_right: bool
 ) -> None:
     conversation = Conversation(10, 9, cached, tier, same)
@@ -208,7 +214,7 @@ def test_a_conversation_is_right_if_it_came_from_disk_and_went_on_alike(
             conversation.check()
 
 
-def test_nothing_of_the_tables_is_cut_in_a_narrow_terminal(
+def test_a_narrow_terminal_does_not_truncate_the_tables(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = "word " * 60 + "end"

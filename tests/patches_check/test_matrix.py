@@ -20,7 +20,7 @@ REFUSED = (
 )
 
 
-def test_every_pair_is_run_at_both_ends_and_the_refused_are_tried() -> None:
+def test_rows_cover_both_ends_of_every_pair_and_refused_versions() -> None:
     serving = [(row.mlx_lm, row.mlx) for row in rows() if row.expect == "serves"]
     for pair in versions.PAIRS:
         mlx_lm, oldest = versions.text(pair.mlx_lm), versions.text(pair.oldest_mlx)
@@ -30,14 +30,14 @@ def test_every_pair_is_run_at_both_ends_and_the_refused_are_tried() -> None:
     assert 10 <= len(rows()) <= 12
 
 
-def test_a_mac_runs_no_row_whose_mlx_is_refused_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_with_an_mlx_refused_on_macos_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     everywhere = rows()
     monkeypatch.setattr(matrix, "_IS_MAC", True)
     left_out = [(row.mlx_lm, row.mlx) for row in everywhere if row not in rows()]
     assert left_out == [("0.31.3", "0.31.2"), ("0.32.0", "0.31.2"), ("0.32.1", "0.32.0")]
 
 
-def test_an_mlx_lm_that_needs_a_newer_python_is_not_run_with_an_older() -> None:
+def test_rows_of_mlx_lm_0_32_have_python_3_11_or_newer() -> None:
     for row in rows():
         if row.mlx_lm.startswith("0.32"):
             assert tuple(map(int, row.python.split("."))) >= (3, 11), row
@@ -51,7 +51,7 @@ def test_an_mlx_lm_that_needs_a_newer_python_is_not_run_with_an_older() -> None:
         ((3, 11), "0.31.3", "0.31.2", "3.11"),
     ],
 )
-def test_an_environment_of_another_mlx_lm_has_a_python_that_it_supports_and_an_old_mlx(
+def test_python_with_another_mlx_lm_uses_supported_python_and_mlx(
     here: tuple[int, int],
     version: str,
     mlx: str,
@@ -74,7 +74,7 @@ def test_an_environment_of_another_mlx_lm_has_a_python_that_it_supports_and_an_o
     assert made == [Row(version, mlx, python, "serves")]
 
 
-def test_the_matrix_is_printed_as_ci_services_take_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_matrix_is_printed_as_json_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--matrix", "print"]) == 0
     printed = json.loads(capsys.readouterr().out)
     row = {"mlx-lm": "0.31.3", "mlx": "0.31.2", "python": "3.10", "expect": "serves"}
@@ -82,7 +82,7 @@ def test_the_matrix_is_printed_as_ci_services_take_it(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ('[[row]]\nmlx-lm = "1"\nmlx = "2"\npython = "3"', "row 1 of rows.toml has no 'expect'"),
         (
@@ -91,10 +91,10 @@ def test_the_matrix_is_printed_as_ci_services_take_it(capsys: pytest.CaptureFixt
         ),
     ],
 )
-def test_a_row_that_cannot_be_meant_is_named(tmp_path: Path, text: str, says: str) -> None:
+def test_an_invalid_row_is_refused_with_its_number(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "rows.toml"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         rows(path)
 
 
@@ -106,7 +106,7 @@ def test_a_row_that_cannot_be_meant_is_named(tmp_path: Path, text: str, says: st
         (Row("checkout", NEWEST, "3.12", "reported", "/src/mlx-lm"), "mlx-lm @ file:///src/mlx-lm"),
     ],
 )
-def test_what_is_installed_for_a_row(row: Row, requirement: str) -> None:
+def test_each_row_has_a_pip_requirement(row: Row, requirement: str) -> None:
     assert row.requirement == requirement
 
 
@@ -123,12 +123,12 @@ def test_what_is_installed_for_a_row(row: Row, requirement: str) -> None:
         ("reported", "none", True),
     ],
 )
-def test_only_what_is_reported_may_fail(expect: str, result: str, is_expected: bool) -> None:
+def test_only_reported_rows_may_fail(expect: str, result: str, is_expected: bool) -> None:
     assert Outcome("1", "2", "3", expect, result).is_expected is is_expected
 
 
 def outcome_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str) -> Outcome:
-    """Check a row whose Python is this one, and whose checks are the program."""
+    """Check a row with this Python; `program` replaces the checks."""
     run = matrix._in_row
 
     def in_row(command: list[str | Path], folder: Path) -> object:
@@ -140,7 +140,7 @@ def outcome_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str) ->
     return matrix._check(row, tmp_path / "row", tmp_path / "wheel", keep=False)
 
 
-def test_a_row_whose_checks_die_fails_with_their_last_words(
+def test_a_row_whose_checks_exit_early_fails_with_their_message(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     outcome = outcome_of(monkeypatch, tmp_path, "raise SystemExit('no Metal here')")
@@ -148,7 +148,7 @@ def test_a_row_whose_checks_die_fails_with_their_last_words(
     assert outcome.says == "the checks ended with status 1: no Metal here"
 
 
-def test_a_row_with_a_broken_patch_fails_with_its_line(
+def test_a_row_with_a_broken_patch_fails_and_lists_failures(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     report = {
@@ -168,7 +168,7 @@ def test_a_row_with_a_broken_patch_fails_with_its_line(
 
 
 @pytest.mark.parametrize(
-    ("status", "said", "result"),
+    ("status", "last_line", "result"),
     [
         (1, REFUSED, "refused"),
         (0, REFUSED, "fails"),
@@ -176,28 +176,30 @@ def test_a_row_with_a_broken_patch_fails_with_its_line(
         (1, "", "fails"),
     ],
 )
-def test_a_server_is_refused_only_with_the_line_that_says_so(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int, said: str, result: str
+def test_only_a_failed_start_with_the_refusal_line_counts_as_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int, last_line: str, result: str
 ) -> None:
-    program = f"import sys; print('noise', {said!r}, sep='\\n', file=sys.stderr); exit({status})"
+    program = (
+        f"import sys; print('noise', {last_line!r}, sep='\\n', file=sys.stderr); exit({status})"
+    )
     run = matrix._in_row
     monkeypatch.setattr(
         matrix, "_in_row", lambda command, folder: run([sys.executable, "-c", program], folder)
     )
-    expected = {"result": result, "says": said or "noise"}
-    if not said:
+    expected = {"result": result, "says": last_line or "noise"}
+    if not last_line:
         expected["says"] = "noise"
     assert matrix.refusal(Path(sys.executable), tmp_path) == expected
 
 
-def test_an_installer_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_uv_command_raises_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RowFailed, match=r"uv no-such-command failed: .*no-such-command"):
         matrix.uv("no-such-command")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_row_that_is_refused_and_one_that_serves(tmp_path: Path) -> None:
+def test_real_rows_are_refused_and_served_as_expected(tmp_path: Path) -> None:
     """Needs PyPI, and the Pythons of these rows."""
     output = tmp_path / "found.json"
     assert main(["--matrix", "run", "--row", "1", "--row", "7", "--output", str(output)]) == 0
