@@ -30,12 +30,12 @@ KINDS = [
     pytest.param("byte-level-bos", marks=pytest.mark.slow),
     pytest.param("sentencepiece-legacy", marks=pytest.mark.slow),
 ]
-"""Two by default, and two more among the slow tests."""
+"""Two kinds of tokenizer by default, and two more in slow tests."""
 
 
 @pytest.fixture(autouse=True)
 def memory_limit() -> Iterator[None]:
-    """Restore MLX's memory limit, which an account of memory changes."""
+    """Restore MLX's memory limit, which `Memory` changes."""
     before = mx.set_memory_limit(1 << 40)
     mx.set_memory_limit(before)
     yield
@@ -77,9 +77,9 @@ def loaded_in(provider: Any, choice: PrecisionChoice, ranks: Ranks = ALONE) -> L
 
 @dataclass
 class Conversations:
-    """A store with a model in front, driven as the server drives it, without the server.
+    """A model and a store, used as the server uses them, but without the server.
 
-    computed: the caches of turns that reused nothing, by their ids, for other tests of the model.
+    computed: the caches of turns that reused nothing, by their ids; tests of the model share them.
     """
 
     loaded: LoadedModel
@@ -109,14 +109,16 @@ class Conversations:
         sequence = RunningSequence(self.root, n_prompt, n_reused, reuse.chain, session=session)
         is_new = n_reused == 0
         if len(prompt) - 1 > n_reused:
-            caches = self._go_on(prompt[:-1], n_reused, caches, is_new)
+            caches = self._continued(prompt[:-1], n_reused, caches, is_new)
             self.loaded.save(sequence, prompt[:-1], caches, "user", self.store)
             n_reused = len(prompt) - 1
-        caches = self._go_on(ids, n_reused, caches, is_new)
+        caches = self._continued(ids, n_reused, caches, is_new)
         cache_type = REPLY if len(ids) > n_prompt else "user"
         self.loaded.save(sequence, ids, caches, cache_type, self.store)
 
-    def _go_on(self, ids: list[int], n_cached: int, caches: list[Any], is_new: bool) -> list[Any]:
+    def _continued(
+        self, ids: list[int], n_cached: int, caches: list[Any], is_new: bool
+    ) -> list[Any]:
         """Return caches of `ids`; the caches of a new turn are computed once for all tests."""
         if not is_new or tuple(ids) not in self.computed:
             self.forward(ids[n_cached:], caches)
@@ -143,7 +145,7 @@ class Conversations:
 
 @pytest.fixture(scope="module")
 def computed(loaded: LoadedModel) -> dict[tuple[int, ...], list[Any]]:
-    """The model's results for the turns of a module."""
+    """The caches of turns that reused nothing, shared by the tests of a module."""
     return {}
 
 

@@ -1,4 +1,4 @@
-"""Models that continue from some positions only: what is stored for them, and the positions."""
+"""Models that continue only from checkpoints: which ones are written, kept and found."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ class Checkpoints:
         return saver.superseded(sequence, self.by_block, store)
 
     def add(self, node: Block, kind: str, n_tokens: int = 0) -> Checkpoint:
-        part = Checkpoint.at(node.key, kind, n_tokens)
-        self.by_block.setdefault(node.key, []).append(part)
-        return part
+        checkpoint = Checkpoint.at(node.key, kind, n_tokens)
+        self.by_block.setdefault(node.key, []).append(checkpoint)
+        return checkpoint
 
     def checkpoints(self, blocks: list[bytes]) -> dict[bytes, list[Checkpoint]]:
         return {key: list(self.by_block[key]) for key in blocks if key in self.by_block}
@@ -105,7 +105,7 @@ class Checkpoints:
 
 @settings(max_examples=80)
 @given(data=st.data())
-def test_a_window_is_restorable_where_all_its_last_tokens_are_stored(data: st.DataObject) -> None:
+def test_a_window_is_restorable_if_all_its_tokens_are_stored(data: st.DataObject) -> None:
     chain = chain_of(data.draw(st.lists(st.integers(1, 24), min_size=1, max_size=8)))
     store = Checkpoints(spec_of(SLIDING))
     stored: set[int] = set()
@@ -134,93 +134,98 @@ def test_a_window_is_restorable_where_all_its_last_tokens_are_stored(data: st.Da
     assert covered == list(range(max(0, point.n_tokens - WINDOW), point.n_tokens))
 
 
-def test_a_state_belongs_to_the_very_end_of_its_block() -> None:
+def test_a_state_is_restorable_only_at_the_end_of_its_block() -> None:
     chain, store = chain_of([20, 20, 20]), Checkpoints(spec_of(RECURRENT))
     state = store.add(chain[1], STATE)
-    found = store.find(chain, 60)
-    assert found and found.n_tokens == 40 and [one.record for one in found.needed] == [state]
+    point = store.find(chain, 60)
+    assert point and point.n_tokens == 40 and [piece.record for piece in point.needed] == [state]
     assert store.find(chain, 39) is None
     assert store.find(chain, 60, {state.key}) is None
 
 
-def test_both_are_needed_where_a_model_has_both() -> None:
+def test_a_model_with_windows_and_states_needs_both_checkpoints() -> None:
     chain, store = chain_of([20, 20]), Checkpoints(spec_of(SLIDING, RECURRENT))
     store.add(chain[1], STATE)
     assert store.find(chain, 40) is None
     store.add(chain[1], window_kind(WINDOW), 16)
-    found = store.find(chain, 40)
-    assert found and len(found.needed) == 2
+    point = store.find(chain, 40)
+    assert point and len(point.needed) == 2
 
 
-def test_old_points_give_way_but_the_first_and_those_at_branches() -> None:
+def test_old_checkpoints_are_deleted_except_the_first_and_at_branches() -> None:
     chain, store = chain_of([20] * 12), Checkpoints(spec_of(SLIDING, RECURRENT))
     for node in chain:
         store.add(node, STATE)
         store.add(node, window_kind(WINDOW), 16)
     store.forked = {chain[3].key}
-    gone = {part.block for part in store.superseded(chain)}
-    stay = {0, 3, *range(12 - MAX_CHECKPOINTS, 12)}
-    assert gone == {node.key for i, node in enumerate(chain) if i not in stay}
-    store.by_block = {k: v for k, v in store.by_block.items() if k not in gone}
+    deleted = {checkpoint.block for checkpoint in store.superseded(chain)}
+    kept = {0, 3, *range(12 - MAX_CHECKPOINTS, 12)}
+    assert deleted == {node.key for i, node in enumerate(chain) if i not in kept}
+    store.by_block = {k: v for k, v in store.by_block.items() if k not in deleted}
     for i, node in enumerate(chain):
-        found = store.find(chain, node.stop)
-        assert found and (found.n_tokens == node.stop) == (i in stay)
+        point = store.find(chain, node.stop)
+        assert point and (point.n_tokens == node.stop) == (i in kept)
 
 
-def test_where_another_session_ends_stays() -> None:
+def test_a_checkpoint_at_the_end_of_another_session_is_kept() -> None:
     chain, store = chain_of([20] * 12), Checkpoints(spec_of(RECURRENT))
     for node in chain:
         store.add(node, STATE)
     store.ended = {chain[2].key}
-    gone = {part.block for part in store.superseded(chain)}
-    stay = {0, 2, *range(12 - MAX_CHECKPOINTS, 12)}
-    assert gone == {node.key for i, node in enumerate(chain) if i not in stay}
+    deleted = {checkpoint.block for checkpoint in store.superseded(chain)}
+    kept = {0, 2, *range(12 - MAX_CHECKPOINTS, 12)}
+    assert deleted == {node.key for i, node in enumerate(chain) if i not in kept}
 
 
-def test_the_last_before_a_place_where_others_went_on_stays() -> None:
-    """The position itself may have lost its checkpoint, or have one in RAM alone."""
+def test_the_last_checkpoint_before_a_branch_or_end_is_kept() -> None:
+    """The branch itself may have no checkpoint, or a checkpoint that is only in RAM."""
     chain, store = chain_of([20] * 20), Checkpoints(spec_of(RECURRENT))
     states = {i: store.add(node, STATE) for i, node in enumerate(chain) if i not in (5, 6)}
     store.unsafe = {states[i].key for i in (8, 9, 10)}
     store.forked, store.ended = {chain[6].key}, {chain[9].key}
-    gone = {part.block for part in store.superseded(chain)}
-    stay = {0, 4, 7, 9, *range(20 - MAX_CHECKPOINTS, 20)}
-    assert gone == {node.key for i, node in enumerate(chain) if i in states and i not in stay}
+    deleted = {checkpoint.block for checkpoint in store.superseded(chain)}
+    kept = {0, 4, 7, 9, *range(20 - MAX_CHECKPOINTS, 20)}
+    assert deleted == {node.key for i, node in enumerate(chain) if i in states and i not in kept}
 
 
-def test_of_many_branches_the_newest_count() -> None:
+def test_only_the_newest_branches_keep_their_checkpoints() -> None:
     chain, store = chain_of([20] * 20), Checkpoints(spec_of(RECURRENT))
     for node in chain:
         store.add(node, STATE)
     store.forked = {node.key for node in chain}
-    gone = {part.block for part in store.superseded(chain)}
-    stay = {0, *range(20 - MAX_CHECKPOINTS - MAX_BRANCHES, 20)}
-    assert gone == {node.key for i, node in enumerate(chain) if i not in stay}
+    deleted = {checkpoint.block for checkpoint in store.superseded(chain)}
+    kept = {0, *range(20 - MAX_CHECKPOINTS - MAX_BRANCHES, 20)}
+    assert deleted == {node.key for i, node in enumerate(chain) if i not in kept}
 
 
-def test_checkpoints_of_a_prompt_go_when_it_is_computed_unless_others_go_on_there() -> None:
+def test_temporary_checkpoints_of_a_prompt_are_deleted_except_at_branches() -> None:
     chain = chain_of([CHECKPOINT_EVERY, 30, CHECKPOINT_EVERY - 30, CHECKPOINT_EVERY])
     store = Checkpoints(spec_of(RECURRENT))
     for node in chain:
         store.add(node, STATE)
-    assert {part.block for part in store.superseded(chain)} == {chain[0].key, chain[2].key}
+    assert {checkpoint.block for checkpoint in store.superseded(chain)} == {
+        chain[0].key,
+        chain[2].key,
+    }
     store.forked = {chain[0].key}
-    assert {part.block for part in store.superseded(chain)} == {chain[2].key}
+    assert {checkpoint.block for checkpoint in store.superseded(chain)} == {chain[2].key}
 
 
-def test_windows_that_overlap_a_point_that_stays_stay_with_it() -> None:
+def test_windows_that_a_kept_checkpoint_needs_are_kept() -> None:
     chain, store = chain_of([6] * 12), Checkpoints(spec_of(SLIDING))
     for node in chain:
         store.add(node, STATE)
         store.add(node, window_kind(WINDOW), 6)
-    gone = {part.block for part in store.superseded(chain)}
-    # The oldest remaining point ends at block 12 - MAX_CHECKPOINTS. It needs only the windows of
+    deleted = {checkpoint.block for checkpoint in store.superseded(chain)}
+    # The oldest kept checkpoint ends at block 12 - MAX_CHECKPOINTS. It needs only the windows of
     # the two blocks before that.
     first = 12 - MAX_CHECKPOINTS
-    assert gone == {node.key for node in chain[1:first]}
-    kept = {part.block for found in store.by_block.values() for part in found} - gone
-    left = store.superseded(chain)
-    assert {part.block for part in left if part.kind != STATE} == {
+    assert deleted == {node.key for node in chain[1:first]}
+    kept = {
+        checkpoint.block for checkpoints in store.by_block.values() for checkpoint in checkpoints
+    } - deleted
+    deleted_later = store.superseded(chain)
+    assert {checkpoint.block for checkpoint in deleted_later if checkpoint.kind != STATE} == {
         node.key for node in chain[1 : first - 2]
     }
     assert len(kept) == 1 + MAX_CHECKPOINTS
@@ -245,26 +250,30 @@ def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoredMod
     model_with_store.close()
 
 
-def hold(stored: StoredModel, n_turns: int, n_user: int = 21) -> list[list[int]]:
-    """Have a conversation; return all its ids after each turn."""
+def have_conversation(stored: StoredModel, n_turns: int, n_user: int = 21) -> list[list[int]]:
+    """Have a conversation; return its ids after each turn."""
     system = random_ids(1, 40)
     history: list[int] = []
-    wholes: list[list[int]] = []
+    histories: list[list[int]] = []
     for turn in range(n_turns):
         user = random_ids(100 + turn, n_user)
         reply = stored.answer([system, [*history, *user]], n_new=6)
         history += [*user, *reply.ids]
-        wholes.append([*system, *history])
-    return wholes
+        histories.append([*system, *history])
+    return histories
 
 
-def parts_of(stored: StoredModel, ids: list[int]) -> list[Checkpoint]:
+def checkpoints_of(stored: StoredModel, ids: list[int]) -> list[Checkpoint]:
     keys, parent = [], stored.loaded.root.key
     while parent is not None:
         children = [n for n in stored.store.children(parent) if n.ids == ids[n.start : n.stop]]
         parent = children[0].key if children else None  # type: ignore[assignment]
         keys += [parent] if parent else []
-    return [part for parts in stored.store.checkpoints(keys).values() for part in parts]
+    return [
+        checkpoint
+        for checkpoints in stored.store.checkpoints(keys).values()
+        for checkpoint in checkpoints
+    ]
 
 
 def next_logits(stored: StoredModel, ids: list[int], row: Row) -> np.ndarray[Any, Any]:
@@ -276,100 +285,102 @@ def assert_right(stored: StoredModel, ids: list[int], row: Row) -> None:
     for start in range(0, len(ids), GRID):
         logits = stored.model(mx.array([ids[start : start + GRID]]), cache=scratch)
     expected = np.array(logits[0, -1])
-    found = next_logits(stored, ids, row)
-    assert np.abs(found - expected).max() <= 1e-3 * np.abs(expected).max()
+    restored = next_logits(stored, ids, row)
+    assert np.abs(restored - expected).max() <= 1e-3 * np.abs(expected).max()
 
 
-def test_the_parts_of_a_conversation_do_not_grow_with_it(stored: StoredModel) -> None:
+def test_the_number_of_checkpoints_does_not_grow_with_turns(stored: StoredModel) -> None:
     counts = []
     for n_turns in (6, 12):
-        whole = hold(stored, n_turns)[-1]
+        whole = have_conversation(stored, n_turns)[-1]
         stored.store.drain()
-        counts.append(len(parts_of(stored, whole)))
-    # Each point has a state, which marks it, and a window in two blocks.
+        counts.append(len(checkpoints_of(stored, whole)))
+    # Each resume point has a state, and a window in two blocks.
     assert all(MAX_CHECKPOINTS <= count <= 3 * (MAX_CHECKPOINTS + 1) for count in counts)
 
 
-def test_every_turn_goes_on_from_the_end_of_the_one_before(stored: StoredModel) -> None:
-    hold(stored, 5)
+def test_every_turn_continues_from_the_end_of_the_previous_turn(stored: StoredModel) -> None:
+    have_conversation(stored, 5)
     assert [outcome.n_reused for outcome in stored.outcomes] == [0, 67, 94, 121, 148]
 
 
-def test_a_retry_computes_one_token(stored: StoredModel) -> None:
-    wholes = hold(stored, 3)
-    prompt = wholes[-1][:-6]
+def test_a_repeated_prompt_continues_from_its_last_checkpoint(stored: StoredModel) -> None:
+    histories = have_conversation(stored, 3)
+    prompt = histories[-1][:-6]
     row = stored.row([prompt], 1, None)
     if hasattr(stored.spec.template[0], "merge"):
         assert row.n_cached == len(prompt) - 1
     else:
         # Served alone, a prompt is saved only with its reply.
-        assert row.n_cached == len(wholes[-2])
+        assert row.n_cached == len(histories[-2])
     assert_right(stored, prompt, row)
 
 
-def test_far_back_there_is_the_first_point_of_all(stored: StoredModel) -> None:
-    wholes = hold(stored, 8)
+def test_an_edit_of_an_old_turn_continues_from_the_first_checkpoint(stored: StoredModel) -> None:
+    histories = have_conversation(stored, 8)
     stored.store.drain()
-    ids = [*wholes[1], *random_ids(7, 9)]
+    ids = [*histories[1], *random_ids(7, 9)]
     row = stored.row([ids], 1, None)
     # Served alone, a prompt is saved only with its reply, not at the system prompt's end.
     is_batched = hasattr(stored.spec.template[0], "merge")
-    assert row.n_cached == (40 if is_batched else len(wholes[0]))
+    assert row.n_cached == (40 if is_batched else len(histories[0]))
     assert stored.outcomes[-1].reason is Reason.NO_CHECKPOINT
     assert_right(stored, ids, row)
 
 
-def test_points_give_way_also_while_nothing_is_written(stored: StoredModel) -> None:
-    """The session's leaf on disk is then the end of an early turn, not of another session."""
-    wholes = hold(stored, 1)
+def test_old_checkpoints_are_deleted_while_the_writer_is_blocked(stored: StoredModel) -> None:
+    """The session's leaf on disk is an early turn, and must not count as another session's end."""
+    histories = have_conversation(stored, 1)
     stored.store.drain()
     with writer_held(stored.store):
-        assert hold(stored, 8)[0] == wholes[0]
-    row = stored.row([[*wholes[0], *random_ids(7, 9)]], 1, None)
+        assert have_conversation(stored, 8)[0] == histories[0]
+    row = stored.row([[*histories[0], *random_ids(7, 9)]], 1, None)
     is_batched = hasattr(stored.spec.template[0], "merge")
-    assert row.n_cached == (40 if is_batched else len(wholes[0]))
+    assert row.n_cached == (40 if is_batched else len(histories[0]))
 
 
-def test_a_part_that_is_lost_costs_its_point_only(stored: StoredModel) -> None:
-    wholes = hold(stored, 4)
+def test_a_damaged_checkpoint_costs_only_its_resume_point(stored: StoredModel) -> None:
+    histories = have_conversation(stored, 4)
     stored.restart()
-    chain = _path(stored, wholes[-1])
-    point = stored.loaded.saver.find(chain, len(wholes[-1]), stored.store)
-    assert point is not None and point.n_tokens == len(wholes[-1])
-    for part in [one.record for one in point.needed if isinstance(one.record, Checkpoint)][-1:]:
-        name = f"{part.key.hex()}.safetensors"
+    chain = _path(stored, histories[-1])
+    point = stored.loaded.saver.find(chain, len(histories[-1]), stored.store)
+    assert point is not None and point.n_tokens == len(histories[-1])
+    for checkpoint in [
+        piece.record for piece in point.needed if isinstance(piece.record, Checkpoint)
+    ][-1:]:
+        name = f"{checkpoint.key.hex()}.safetensors"
         (path,) = stored.folder.rglob(name)
         content = path.read_bytes()
         path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    ids = [*wholes[-1], *random_ids(7, 9)]
+    ids = [*histories[-1], *random_ids(7, 9)]
     row = stored.row([ids], 1, None)
-    assert 0 < row.n_cached < len(wholes[-1])
+    assert 0 < row.n_cached < len(histories[-1])
     assert stored.outcomes[-1].reason is Reason.DAMAGED
     assert_right(stored, ids, row)
 
 
-def test_a_long_prompt_keeps_the_windows_before_its_points_alone(tmp_path: Path) -> None:
+def test_a_long_prompt_keeps_only_the_windows_before_its_checkpoints(tmp_path: Path) -> None:
     model, spec = built("gemma3_text")
     stored = StoredModel(model, spec, tmp_path)
     (window,) = stored.spec.sliding
     reply = alone(model, stored.row([random_ids(1, 40), random_ids(2, 2000)], 6, None))
     stored.store.drain()
-    n_kept = sum(part.n_tokens for part in parts_of(stored, reply.tokens))
+    n_kept = sum(checkpoint.n_tokens for checkpoint in checkpoints_of(stored, reply.tokens))
     stored.close()
-    # The points are at 40, 2039 and 2045. Each has a window before it (the last two overlap), and
-    # the newest tokens as they were computed.
+    # The checkpoints are at 40, 2039 and 2045. Each has a window before it (the last two overlap),
+    # and the newest tokens in full precision.
     assert n_kept <= 3 * window + 40 + 247 + 253
 
 
-def test_a_window_of_several_blocks_has_as_many_points(tmp_path: Path) -> None:
-    """Ends of blocks between points, which a long window covers, are not points."""
+def test_windows_of_several_blocks_keep_the_newest_turns_and_system_prompt(tmp_path: Path) -> None:
+    """Ends of blocks inside a long window do not count as checkpoints."""
     stored = StoredModel(*built("gemma3_text", 300), tmp_path)
-    wholes = hold(stored, 5, n_user=270)
+    histories = have_conversation(stored, 5, n_user=270)
     stored.store.drain()
     for n_back in range(3):
-        ids = [*wholes[-1 - n_back], *random_ids(7 + n_back, 40)]
+        ids = [*histories[-1 - n_back], *random_ids(7 + n_back, 40)]
         row = stored.row([ids], 1, None)
-        assert row.n_cached == len(wholes[-1 - n_back])
+        assert row.n_cached == len(histories[-1 - n_back])
         assert_right(stored, ids, row)
     fresh = stored.row([[*random_ids(1, 40), *random_ids(8, 30)]], 1, None)
     assert fresh.n_cached == 40
@@ -383,7 +394,7 @@ SYSTEM = random_ids(1, 40)
 
 @pytest.fixture
 def postponing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoredModel]:
-    """A model whose states are written when 100 tokens or more would be lost."""
+    """A model whose checkpoints are written if a kill would lose 100 tokens or more."""
     name, _, window = request.param.partition("/")
     limits = StoreLimits(1 << 30, 1 << 30, max_loss_s=MAX_LOSS_S)
     stored = StoredModel(*built(name, int(window) if window else None), tmp_path, limits)
@@ -395,7 +406,7 @@ def postponing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store
 
 @contextmanager
 def killed(stored: StoredModel) -> Iterator[StoredModel]:
-    """Return another process's view of the store: a kill leaves this once the queue is empty."""
+    """Yield the store as a kill leaves it after the writer's queue is empty."""
     settle(stored.store.writer)
     other = StoredModel(stored.model, stored.spec, stored.folder)
     yield other
@@ -403,8 +414,8 @@ def killed(stored: StoredModel) -> Iterator[StoredModel]:
 
 
 @pytest.mark.parametrize("postponing", ["gemma3_text", "qwen3_next"], indirect=True)
-def test_a_kill_costs_no_more_than_it_may(postponing: StoredModel) -> None:
-    """At every turn, after the prompt and after the reply; and rewound by one turn."""
+def test_a_kill_loses_at_most_the_allowed_tokens(postponing: StoredModel) -> None:
+    """Every turn is checked, up to its end and up to the end of its prompt."""
     system, history = random_ids(1, 40), list[int]()
     most = MAX_LOSS_S * TOKENS_PER_S
     written = set[bytes]()
@@ -424,7 +435,7 @@ def test_a_kill_costs_no_more_than_it_may(postponing: StoredModel) -> None:
             if turn % 6 == 5:
                 assert_right(left, [*prompt, *random_ids(7, 9)], row)
     assert max(n_lost) <= most and max(n_lost) > most / 2
-    # One state, and one window in two blocks, for each `most` tokens; not for each turn.
+    # One state, and one window in two blocks, are written for each `most` tokens, not each turn.
     assert len(written) <= 3 * len(whole) / most + 3
     postponing.store.drain()
     with killed(postponing) as left:
@@ -433,8 +444,8 @@ def test_a_kill_costs_no_more_than_it_may(postponing: StoredModel) -> None:
         assert_right(left, [*whole, *random_ids(7, 9)], row)
 
 
-def test_only_a_first_checkpoint_that_others_share_is_written_at_once(tmp_path: Path) -> None:
-    """A temporary checkpoint is postponed if computing it again is fast, also the first."""
+def test_a_first_checkpoint_is_written_at_once_unless_temporary(tmp_path: Path) -> None:
+    """A temporary checkpoint is postponed if computing it again is fast, even the first."""
     limits = StoreLimits(1 << 30, 1 << 30, max_loss_s=MAX_LOSS_S)
     stored = StoredModel(*built("mamba2"), tmp_path, limits)
     for n_tokens in (512, 1024, 512, 1024):
@@ -451,25 +462,25 @@ def test_only_a_first_checkpoint_that_others_share_is_written_at_once(tmp_path: 
     stored.close()
 
 
-def left_of(postponing: StoredModel, ids: list[int]) -> int:
-    """Return how many of these tokens a kill leaves."""
+def n_reusable_after_kill(postponing: StoredModel, ids: list[int]) -> int:
+    """Return the number of these tokens that can be reused after a kill."""
     with killed(postponing) as left:
         return left.row([[*ids, *random_ids(7, 9)]], 1, None).n_cached
 
 
 @pytest.mark.parametrize("postponing", ["gemma3_text/30"], indirect=True)
-def test_of_windows_no_more_is_written_than_is_needed(postponing: StoredModel) -> None:
-    """RAM has whole turns; a later window has only their ends."""
+def test_only_the_needed_end_of_each_window_is_written(postponing: StoredModel) -> None:
+    """RAM has the windows of whole turns; a restore needs only their ends."""
     postponing.store.writer.now = lambda: 0.0
-    whole = hold(postponing, 9)[-1]
+    whole = have_conversation(postponing, 9)[-1]
     with killed(postponing) as left:
-        parts = parts_of(left, whole)
-    n_points = sum(part.kind == STATE for part in parts)
-    assert n_points >= 3 and sum(part.n_tokens for part in parts) == 30 * n_points
+        checkpoints = checkpoints_of(left, whole)
+    n_points = sum(checkpoint.kind == STATE for checkpoint in checkpoints)
+    assert n_points >= 3 and sum(checkpoint.n_tokens for checkpoint in checkpoints) == 30 * n_points
 
 
-def turn_of(postponing: StoredModel, session: str, history: list[int], seed: int) -> list[int]:
-    """Have a turn of a session; return the history including it."""
+def add_turn(postponing: StoredModel, session: str, history: list[int], seed: int) -> list[int]:
+    """Have a turn of a session; return the history with this turn."""
     user = random_ids(seed, 21)
     row = postponing.row([SYSTEM, [*history, *user]], 6, None, session)
     reply = alone(postponing.model, row, postponing.spec.batches)
@@ -477,7 +488,7 @@ def turn_of(postponing: StoredModel, session: str, history: list[int], seed: int
 
 
 @pytest.mark.parametrize(
-    ("postponing", "falls_out"),
+    ("postponing", "is_evicted"),
     [
         pytest.param("gemma3_text", False, id="windows, in RAM"),
         pytest.param("mamba2", True, id="states, evicted from RAM"),
@@ -486,29 +497,29 @@ def turn_of(postponing: StoredModel, session: str, history: list[int], seed: int
     ],
     indirect=["postponing"],
 )
-def test_a_conversation_that_goes_on_costs_others_no_more_than_a_kill_may(
-    postponing: StoredModel, falls_out: bool
+def test_a_long_session_costs_other_sessions_at_most_the_allowed_loss(
+    postponing: StoredModel, is_evicted: bool
 ) -> None:
-    """The ends of a system prompt, another session and a branch, all far back in the end."""
+    """The other ends (system prompt, session, branch) are far before the end of the session."""
     history = list[int]()
     for seed in range(100, 109):
-        history = turn_of(postponing, "first", history, seed)
+        history = add_turn(postponing, "first", history, seed)
     ends = [SYSTEM, [*SYSTEM, *history]]
     for seed in range(200, 209):
-        history = turn_of(postponing, "second", history, seed)
-    history, before = turn_of(postponing, "second", history, 300), history
-    ends += [[*SYSTEM, *history], [*SYSTEM, *turn_of(postponing, "third", before, 301)]]
+        history = add_turn(postponing, "second", history, seed)
+    history, before = add_turn(postponing, "second", history, 300), history
+    ends += [[*SYSTEM, *history], [*SYSTEM, *add_turn(postponing, "third", before, 301)]]
     for seed in range(400, 425):
-        if falls_out:
+        if is_evicted:
             settle(postponing.store.writer)
             postponing.store.pool.release(1 << 40)
-        history = turn_of(postponing, "second", history, seed)
-    lost = [len(ids) - left_of(postponing, ids) for ids in ends]
+        history = add_turn(postponing, "second", history, seed)
+    lost = [len(ids) - n_reusable_after_kill(postponing, ids) for ids in ends]
     assert lost[0] == 0 and max(lost) <= MAX_LOSS_S * TOKENS_PER_S
 
 
 @pytest.mark.parametrize("postponing", ["mamba2"], indirect=True)
-def test_a_reply_that_is_regenerated_is_not_written_in_vain(postponing: StoredModel) -> None:
+def test_regenerated_replies_leave_no_extra_checkpoints(postponing: StoredModel) -> None:
     prompt = [random_ids(1, 40), random_ids(2, 21)]
     for seed in range(5):
         postponing.answer(prompt, 6, random_ids(10 + seed, 6))
@@ -520,17 +531,17 @@ def test_a_reply_that_is_regenerated_is_not_written_in_vain(postponing: StoredMo
 
 @pytest.mark.parametrize("stored", ["gemma3_text", "mamba2"], indirect=True)
 @pytest.mark.parametrize("is_pinned", [False, True])
-def test_another_reply_to_the_same_prompt_costs_another_session_nothing(
+def test_a_second_reply_keeps_a_pinned_or_other_sessions_reply(
     stored: StoredModel, is_pinned: bool
 ) -> None:
-    prompt, wholes = [random_ids(1, 40), random_ids(2, 21)], list[list[int]]()
+    prompt, histories = [random_ids(1, 40), random_ids(2, 21)], list[list[int]]()
     for seed, session in enumerate(["zoo", "zoo" if is_pinned else "another"]):
         row = stored.row(prompt, 6, random_ids(10 + seed, 6), session)
-        wholes.append(alone(stored.model, row, stored.spec.batches).tokens)
+        histories.append(alone(stored.model, row, stored.spec.batches).tokens)
         stored.store.drain()
         if is_pinned:
             stored.store.disk.set_pinned(stored.store.index.sessions()[0], True)
-    for whole in wholes:
+    for whole in histories:
         row = stored.row([[*whole, *random_ids(7, 9)]], 1, None)
         assert row.n_cached == len(whole)
 
@@ -540,10 +551,10 @@ def test_another_reply_to_the_same_prompt_costs_another_session_nothing(
     ["gemma3_text", pytest.param("qwen3_next", marks=pytest.mark.slow), "mamba2"],
     indirect=True,
 )
-def test_replies_that_are_sent_back_shorter_do_not_pile_up(stored: StoredModel) -> None:
-    """As templates do that drop the reasoning of earlier turns: every turn is a branch.
+def test_checkpoints_do_not_accumulate_if_templates_drop_reasoning(stored: StoredModel) -> None:
+    """Replies come back without their first tokens, so every turn is a branch.
 
-    (A model that is served alone has no point before a reply, and computes such a turn again.)
+    A model that is served alone has no checkpoint before a reply, and computes such a turn again.
     """
     system, history, counts = random_ids(1, 40), [], []  # type: ignore[var-annotated]
     for turn in range(22):

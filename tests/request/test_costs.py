@@ -1,4 +1,4 @@
-"""How many tokens of a diverging conversation are reused, by measured rates."""
+"""Measured rates decide how many tokens of a diverging conversation are reused."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def blocks(first_id: int, *texts: str, parent: Block | None = None) -> list[Bloc
     return nodes
 
 
-def keep_hot(store: BlockStore, nodes: list[Block]) -> None:
+def keep_in_ram(store: BlockStore, nodes: list[Block]) -> None:
     store.commit(Commit(ROOT, tuple(nodes)), [(node, {"0.k": mx.zeros(1)}) for node in nodes])
     store.drain()
 
 
-def tokens_of_model(
+def reuse_of_model(
     store: BlockStore,
     nodes: list[Block],
     n_tokens: int,
@@ -65,7 +65,7 @@ def tokens_of_model(
 ) -> tuple[int, Reason | None]:
     """Return the reuse for a model that computes 1,000 tokens a second.
 
-    It reads a block in `block_s`, and from RAM in `hot_s`.
+    A block takes `block_s` to read from disk, and `hot_s` to read from RAM.
     """
     model = LoadedModel(None, None, spec, "fingerprint", None)
     model.speed.pace.learn(0, 512, 0.512)
@@ -86,14 +86,14 @@ def tokens_of_model(
         (256 + 150, 0.3, (0, Reason.NOT_WORTH_IT)),
     ],
 )
-def test_blocks_on_disk_are_read_where_that_is_quicker(
+def test_blocks_on_disk_are_read_only_if_that_is_faster(
     store: BlockStore, n_tokens: int, block_s: float, expected: tuple[int, Reason | None]
 ) -> None:
-    assert tokens_of_model(store, blocks(1, "a", "b"), n_tokens, block_s) == expected
+    assert reuse_of_model(store, blocks(1, "a", "b"), n_tokens, block_s) == expected
 
 
-def test_what_is_unknown_is_restored(store: BlockStore) -> None:
-    """The unknown may be the time to compute, or to read from a tier."""
+def test_tokens_are_restored_while_rates_are_unknown(store: BlockStore) -> None:
+    """Both rates may be unknown, or only the rate of the tier."""
     match = Match(tuple(blocks(1, "a", "b")), 306, 0, False)
     for learned in ("nothing", "pace"):
         model = LoadedModel(None, None, PLAIN, "fingerprint", None)
@@ -102,7 +102,7 @@ def test_what_is_unknown_is_restored(store: BlockStore) -> None:
         assert tokens_to_reuse(match, 306, store, model) == (306, None)
 
 
-def test_tokens_far_from_the_start_are_worth_more(store: BlockStore) -> None:
+def test_tokens_at_slower_positions_are_worth_restoring(store: BlockStore) -> None:
     model = LoadedModel(None, None, PLAIN, "fingerprint", None)
     model.speed.rates[DISK] = BLOCK_BYTES / 0.1
     for position, block_s in ((0, 0.05), (256, 0.2)):
@@ -113,45 +113,45 @@ def test_tokens_far_from_the_start_are_worth_more(store: BlockStore) -> None:
     assert tokens_to_reuse(far, 512, store, model) == (512, None)
 
 
-def test_blocks_in_ram_are_not_read(store: BlockStore) -> None:
+def test_blocks_in_ram_cost_no_disk_read(store: BlockStore) -> None:
     nodes = blocks(1, "a", "b")
-    keep_hot(store, nodes)
-    assert tokens_of_model(store, nodes, 50, 100.0) == (50, None)
-    assert tokens_of_model(store, nodes, 256 + 50, 100.0) == (306, None)
-    assert tokens_of_model(store, nodes, MIN_TOKENS, 100.0) == (MIN_TOKENS, None)
-    assert tokens_of_model(store, nodes, MIN_TOKENS - 1, 100.0) == (0, None)
+    keep_in_ram(store, nodes)
+    assert reuse_of_model(store, nodes, 50, 100.0) == (50, None)
+    assert reuse_of_model(store, nodes, 256 + 50, 100.0) == (306, None)
+    assert reuse_of_model(store, nodes, MIN_TOKENS, 100.0) == (MIN_TOKENS, None)
+    assert reuse_of_model(store, nodes, MIN_TOKENS - 1, 100.0) == (0, None)
     store.pool.remove(nodes[0].key)
-    # Reading the first takes longer than computing both.
-    assert tokens_of_model(store, nodes, 256 + 50, 0.4) == (0, Reason.NOT_WORTH_IT)
-    assert tokens_of_model(store, nodes, 256 + 50, 0.2) == (306, None)
+    # Reading the first block takes longer than computing both blocks.
+    assert reuse_of_model(store, nodes, 256 + 50, 0.4) == (0, Reason.NOT_WORTH_IT)
+    assert reuse_of_model(store, nodes, 256 + 50, 0.2) == (306, None)
 
 
-def test_even_from_ram_a_few_tokens_can_take_longer_than_to_compute_them(store: BlockStore) -> None:
+def test_a_few_tokens_in_ram_are_computed_if_that_is_faster(store: BlockStore) -> None:
     nodes = blocks(1, "a", "b")
-    keep_hot(store, nodes)
-    assert tokens_of_model(store, nodes, 306, 0.1, hot_s=0.2) == (0, Reason.NOT_WORTH_IT)
-    assert tokens_of_model(store, nodes, 406, 0.1, hot_s=0.2) == (406, None)
-    # Two blocks and a window of as many bytes: 300 ms.
-    assert tokens_of_model(store, nodes, 310, 9.0, WINDOWED, 0.1) == (310, None)
-    assert tokens_of_model(store, nodes, 290, 9.0, WINDOWED, 0.1) == (0, Reason.NOT_WORTH_IT)
+    keep_in_ram(store, nodes)
+    assert reuse_of_model(store, nodes, 306, 0.1, hot_s=0.2) == (0, Reason.NOT_WORTH_IT)
+    assert reuse_of_model(store, nodes, 406, 0.1, hot_s=0.2) == (406, None)
+    # Two blocks, and a window as large as a block: 300 ms.
+    assert reuse_of_model(store, nodes, 310, 9.0, WINDOWED, 0.1) == (310, None)
+    assert reuse_of_model(store, nodes, 290, 9.0, WINDOWED, 0.1) == (0, Reason.NOT_WORTH_IT)
 
 
-def test_an_unfinished_block_has_more_bytes(store: BlockStore) -> None:
+def test_an_unfinished_block_counts_at_full_precision(store: BlockStore) -> None:
     eight = replace(FULL, precision=KVPrecision.of(8, 64))
     quantized = ModelCacheSpec((eight,), [KVCache()])
     (whole,) = blocks(1, "a")
     unfinished = replace(whole, packed_ids=whole.packed_ids[:-4])
     # A block in 8 bits has 0.28 of BLOCK_BYTES.
     for node, n_tokens in ((whole, 100), (unfinished, 0)):
-        assert tokens_of_model(store, [node], 100, 0.2, quantized)[0] == n_tokens
+        assert reuse_of_model(store, [node], 100, 0.2, quantized)[0] == n_tokens
 
 
-def test_windows_are_read_too_and_are_all_or_nothing(store: BlockStore) -> None:
+def test_window_checkpoints_add_to_the_time_of_a_restore(store: BlockStore) -> None:
     nodes = blocks(1, "a", "b")
     assert WINDOWED.bytes_per_checkpoint == BLOCK_BYTES
-    # Two blocks and a window of as many bytes: 300 ms.
-    assert tokens_of_model(store, nodes, 310, 0.1, WINDOWED) == (310, None)
-    assert tokens_of_model(store, nodes, 290, 0.1, WINDOWED) == (0, Reason.NOT_WORTH_IT)
-    keep_hot(store, nodes)
-    assert tokens_of_model(store, nodes, 290, 100.0, WINDOWED) == (290, None)
-    assert tokens_of_model(store, nodes, 2, 0.1, WINDOWED) == (0, None)
+    # Two blocks, and a window as large as a block: 300 ms.
+    assert reuse_of_model(store, nodes, 310, 0.1, WINDOWED) == (310, None)
+    assert reuse_of_model(store, nodes, 290, 0.1, WINDOWED) == (0, Reason.NOT_WORTH_IT)
+    keep_in_ram(store, nodes)
+    assert reuse_of_model(store, nodes, 290, 100.0, WINDOWED) == (290, None)
+    assert reuse_of_model(store, nodes, 2, 0.1, WINDOWED) == (0, None)

@@ -1,4 +1,4 @@
-"""Conversations with a draft model, as mlx-lm's speculative loop leaves their caches."""
+"""Conversations with a draft model: the caches that mlx-lm's speculative loop leaves are stored."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def with_drafts(model: Path) -> list[str]:
     return [str(model), *(str(make_draft(model, model.parent / f"draft-{n}", n)) for n in range(2))]
 
 
-def provided(model: str, draft: str | None) -> Any:
+def make_provider(model: str, draft: str | None) -> Any:
     loaded, tokenizer = load(model)
     draft_model = load(draft)[0] if draft else None
     return SimpleNamespace(
@@ -59,7 +59,7 @@ def provided(model: str, draft: str | None) -> Any:
 
 
 def generated(*, model: Any, draft_model: Any, prompt: list[int], **options: Any) -> Iterator[Any]:
-    """Yield the steps of mlx-lm that its `stream_generate` yields responses of."""
+    """Yield the steps from which mlx-lm's `stream_generate` makes responses."""
     given = {name: options[name] for name in ("max_tokens", "prompt_cache")}
     if draft_model is None:
         yield from generate_step(mx.array(prompt), model, **given)
@@ -69,21 +69,23 @@ def generated(*, model: Any, draft_model: Any, prompt: list[int], **options: Any
 
 
 class Server:
-    """Serves a model, with a draft model or without, over a store, without HTTP."""
+    """Serves a model with a store, with or without a draft model, without HTTP."""
 
     def __init__(self, paths: tuple[str, str | None], store: BlockStore, bits: str) -> None:
-        self.provider, self.store = provided(*paths), store
-        # Not rotated: a number rounded to another step would change its whole head.
-        asked = ModelOptions(
+        self.provider, self.store = make_provider(*paths), store
+        # Not rotated, else one number that is rounded differently would change its whole head.
+        options = ModelOptions(
             replace(KV_BITS[bits], rotated=False), "dequantize", 1 << 30, with_text=False
         )
-        self.loaded = loaded = load_model(self.provider, asked)
+        self.loaded = loaded = load_model(self.provider, options)
         memory = Memory(1 << 30, 0, store, loaded)
         self.serving = Serving(store, loaded, lambda *_: None, False, 0.1, memory)
-        parts = (self.provider.model, loaded), (self.provider.draft_model, loaded.draft)
-        for model, about in parts:
-            if about is not None:
-                support = ModelSupport(about.spec.make_cache, limits=about.speed.limits(0.1))
+        models = (self.provider.model, loaded), (self.provider.draft_model, loaded.draft)
+        for model, loaded_model in models:
+            if loaded_model is not None:
+                support = ModelSupport(
+                    loaded_model.spec.make_cache, limits=loaded_model.speed.limits(0.1)
+                )
                 model.make_cache = PluginCaches(model, "kvpersist", support)
         self.n_reused: list[int] = []
 
@@ -93,8 +95,8 @@ class Server:
         prompt = Prompt(ids, [ids], ["user"])
         taken = Taken("kvpersist", ServedRequest(self.serving, sent, prompt))
         assert taken.enter() == prompt
-        its = [one.n_cached for one in (taken, taken.draft) if one is not None]
-        self.n_reused = its
+        both = (taken, taken.draft)
+        self.n_reused = [model.n_cached for model in both if model is not None]
         caches = list(taken.caches or [None])
         steps = plugin_stream_generate(generated)(
             model=self.provider.model,
@@ -117,34 +119,38 @@ class Server:
         taken.insert([*ids, *reply], caches, REPLY)
         return reply
 
-    def check(self, ids: list[int], n_least: int) -> None:
-        """Check all that is stored for ids against a cold computation."""
-        parts = (self.provider.model, self.loaded), (self.provider.draft_model, self.loaded.draft)
-        for model, about in parts:
-            if about is not None:
-                self._check(model, about, ids, n_least)
+    def check(self, ids: list[int], min_reused: int) -> None:
+        """Compare the stored caches of ids with a cold computation."""
+        models = (self.provider.model, self.loaded), (self.provider.draft_model, self.loaded.draft)
+        for model, loaded_model in models:
+            if loaded_model is not None:
+                self._check(model, loaded_model, ids, min_reused)
 
-    def _check(self, model: Any, about: LoadedModel, ids: list[int], n_least: int) -> None:
-        asked = [*ids, 5, 5]  # another token, so that all of them can be restored
-        lookup = Lookup(Prompt(asked, [asked], ["user"]), about.root, self.store, about)
+    def _check(
+        self, model: Any, loaded_model: LoadedModel, ids: list[int], min_reused: int
+    ) -> None:
+        extended = [*ids, 5, 5]  # more tokens, so that all ids can be restored
+        lookup = Lookup(
+            Prompt(extended, [extended], ["user"]), loaded_model.root, self.store, loaded_model
+        )
         reuse = lookup.restore()
         n_tokens = reuse.outcome.n_reused
-        assert n_least <= n_tokens <= len(ids)
+        assert min_reused <= n_tokens <= len(ids)
         if reuse.caches is None:
             return
-        cold = about.spec.make_cache()
+        cold = loaded_model.spec.make_cache()
         model(mx.array([ids[:n_tokens]]), cache=cold)
         for restored, computed in zip(slots_of(reuse.caches), slots_of(cold), strict=True):
-            if about.spec.quantized:
-                restored.plan = computed.plan = None  # then it gives arrays
-                computed.forget()  # at the end of a block it is not packed yet
+            if loaded_model.spec.quantized:
+                restored.plan = computed.plan = None  # then the cache returns arrays
+                computed.forget()  # a block that just ended is not packed yet
                 both = [slot.keys_and_values() for slot in (restored, computed)]
             else:
                 both = [(slot.keys, slot.values) for slot in (restored, computed)]
-            for found, expected in zip(*both, strict=True):
-                found, expected = found[:, :, :n_tokens], expected[:, :, :n_tokens]
-                most, share = (1e-3, 1e-3) if about.spec.quantized else (1e-5, 0.0)
-                far: Any = mx.abs(found - expected) > most * mx.abs(expected).max()
+            for stored, expected in zip(*both, strict=True):
+                stored, expected = stored[:, :, :n_tokens], expected[:, :, :n_tokens]
+                most, share = (1e-3, 1e-3) if loaded_model.spec.quantized else (1e-5, 0.0)
+                far: Any = mx.abs(stored - expected) > most * mx.abs(expected).max()
                 # A number between two quantization steps may be rounded to either.
                 assert far.mean().item() <= share
 
@@ -157,10 +163,10 @@ def random_ids(rng: random.Random, n: int) -> list[int]:
 @pytest.mark.parametrize(
     ("family", "bits"), [("llama", "16"), ("llama", "k6v4"), ("deepseek_v3", "k6v4")]
 )
-def test_no_stop_claims_a_token_that_a_cache_does_not_hold(
+def test_stopped_replies_store_only_tokens_that_the_caches_have(
     paths: list[str], tmp_path: Path, family: str, bits: str, n_turns: int
 ) -> None:
-    """The next turn replies as without a draft, and reuses all of this turn.
+    """The next reply is the same as without a draft model, and all of this turn is reused.
 
     Half of the replies cross the end of a block. One family reads packed keys, the other reads
     arrays.
@@ -187,7 +193,9 @@ def test_no_stop_claims_a_token_that_a_cache_does_not_hold(
     store.close()
 
 
-def test_a_draft_that_is_another_or_behind_catches_up(paths: list[str], tmp_path: Path) -> None:
+def test_a_new_or_outdated_draft_model_computes_its_missing_tokens(
+    paths: list[str], tmp_path: Path
+) -> None:
     """The target's tokens are reused; the draft model alone computes the tokens that it lacks."""
     rng, store = random.Random(3), store_in(tmp_path / "store")
     ids = random_ids(rng, 700)
@@ -199,34 +207,38 @@ def test_a_draft_that_is_another_or_behind_catches_up(paths: list[str], tmp_path
         more = [*whole, *random_ids(rng, 30)]
         expected = plain.turn(more, 8, 8)
         assert server.turn(more, 8, 8) == expected
-        # After another turn with the same draft, it reuses only the common beginning.
+        # After another turn with the same draft model, only the common beginning is reused.
         assert server.n_reused[0] >= n_most and n_stored <= server.n_reused[1]
         assert server.n_reused[1] == 0 or n_stored
         server.check([*more, *expected], n_most)
     store.close()
 
 
-def test_no_draft_reads_what_another_model_computed(paths: list[str], tmp_path: Path) -> None:
+def test_target_and_draft_models_have_different_roots(paths: list[str], tmp_path: Path) -> None:
     store = store_in(tmp_path / "store")
     loaded = [Server((paths[0], draft), store, "16").loaded for draft in paths[1:]]
-    roots = {one.root.key for two in loaded for one in (two, two.draft) if one is not None}
+    roots = {
+        model.root.key for target in loaded for model in (target, target.draft) if model is not None
+    }
     assert len(roots) == 3
     store.close()
 
 
 @pytest.mark.parametrize("is_draft", [False, True])
-def test_caches_that_cannot_be_trimmed_are_refused_by_name(
+def test_models_whose_caches_cannot_be_trimmed_are_refused(
     paths: list[str], tmp_path: Path, is_draft: bool
 ) -> None:
     windows = str(make_zoo_model(tmp_path / "windows", "gemma3_text"))
-    both = (paths[0], windows) if is_draft else (windows, paths[1])
-    asked = ModelOptions(KV_BITS["16"], "dequantize", 1 << 30, with_text=True)
-    named = "layer 0 of the draft model has a RotatingKVCache, which cannot be trimmed"
-    with pytest.raises(ModelNotSupported, match=named if is_draft else named.replace("draft ", "")):
-        load_model(provided(*both), asked)
+    model_paths = (paths[0], windows) if is_draft else (windows, paths[1])
+    options = ModelOptions(KV_BITS["16"], "dequantize", 1 << 30, with_text=True)
+    message = "layer 0 of the draft model has a RotatingKVCache, which cannot be trimmed"
+    with pytest.raises(
+        ModelNotSupported, match=message if is_draft else message.replace("draft ", "")
+    ):
+        load_model(make_provider(*model_paths), options)
 
 
-def test_the_draft_is_part_of_the_account(paths: list[str], tmp_path: Path) -> None:
+def test_memory_counts_the_caches_of_the_draft_model(paths: list[str], tmp_path: Path) -> None:
     store = store_in(tmp_path / "store")
     needed = []
     for draft in (None, paths[1]):

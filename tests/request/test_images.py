@@ -1,4 +1,4 @@
-"""Conversations with images, stored and restored: a cut anywhere, and never inside of an image."""
+"""Conversations with images can be cut at any position, but never inside an image."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def text(first: int, n_tokens: int) -> list[int]:
 
 IDS = [*text(0, 90), *image(0, 60), *text(1, 110), *image(1, 263), *text(2, 25), *image(2, 1)]
 IDS += [*text(3, 151), *image(3, 12), *text(4, 100)]
-"""Images end and begin on both sides of block boundaries: at 150, 523, 549, 712."""
+"""Images end at 150, 523, 549 and 712; the second image crosses the end of a block."""
 
 
 pytestmark = pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
 
 
 @dataclass
-class Shown(Conversations):
-    """An image's first id is fed as its own token, each further id as one shared token."""
+class ImageConversations(Conversations):
+    """An image's first id is fed as a token of this image, each further id as the same token."""
 
     def forward(self, ids: list[int], caches: list[Any]) -> mx.array:
-        return super().forward([one if one >= 0 else 5 + -one % 200 for one in ids], caches)
+        return super().forward([i if i >= 0 else 5 + -i % 200 for i in ids], caches)
 
 
 PRECISIONS = {"default": PrecisionChoice(), "16": PrecisionChoice(16, 16)}
@@ -55,7 +55,7 @@ PRECISIONS = {"default": PrecisionChoice(), "16": PrecisionChoice(16, 16)}
 @pytest.fixture(scope="module")
 def talks(
     loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Shown]]:
+) -> Iterator[dict[str, ImageConversations]]:
     """A conversation that was stored in each precision."""
     with ExitStack() as stack:
         made = {}
@@ -63,49 +63,56 @@ def talks(
             store = BlockStore(tmp_path_factory.mktemp(name), StoreLimits(1 << 30, 1 << 30))
             stack.callback(store.close)
             spec = probe_model(loaded.model, choice)
-            made[name] = Shown(replace(loaded, spec=spec), store)
+            made[name] = ImageConversations(replace(loaded, spec=spec), store)
             made[name].remember(IDS, n_prompt=760)
         yield made
 
 
 @pytest.fixture(params=PRECISIONS)
-def talk(request: pytest.FixtureRequest, talks: dict[str, Shown]) -> Shown:
+def talk(
+    request: pytest.FixtureRequest, talks: dict[str, ImageConversations]
+) -> ImageConversations:
     return talks[request.param]
+
+
+CUTS = [50, 89, 90, 150, 151, 257, 261, 400, 512, 523, 524, 530, 548, 549, 600, 712, 713, 767, 811]
 
 
 @every_pair(
     is_hot=[True, False],
-    n=[50, 89, 90, 150, 151, 257, 261, 400, 512, 523, 524, 530, 548, 549, 600, 712, 713, 767, 811],
+    cut=CUTS,
     talk=list(PRECISIONS),
     indirect=["talk"],
 )
-def test_a_prompt_goes_on_as_if_all_of_it_were_computed(talk: Shown, n: int, is_hot: bool) -> None:
+def test_a_restored_prompt_has_the_logits_of_a_computed_prompt(
+    talk: ImageConversations, cut: int, is_hot: bool
+) -> None:
     if not is_hot:
         talk.forget_hot_blocks()
-    n = before_image(IDS, n)
-    prompt = [*IDS[:n], *image(9, 30), 7, 8]
+    cut = before_image(IDS, cut)
+    prompt = [*IDS[:cut], *image(9, 30), 7, 8]
     fed, caches, outcome = talk.ask(prompt)
     assert fed == prompt
     n_reused = outcome.n_reused
-    assert n_reused == before_image(IDS, n_reused) and n_reused <= n
+    assert n_reused == before_image(IDS, n_reused) and n_reused <= cut
     if not talk.loaded.spec.quantized:
-        assert n_reused == n
-    elif n >= 768:  # in the unfinished block, which is stored as it was computed
-        assert n_reused == n and (is_hot or outcome.tier == DISK)
+        assert n_reused == cut
+    elif cut >= 768:  # in the unfinished block, which is stored in full precision
+        assert n_reused == cut and (is_hot or outcome.tier == DISK)
     assert outcome.reason not in (Reason.EVICTED, Reason.DAMAGED)
     restored = talk.forward(fed[n_reused:], caches)
     computed = talk.forward(fed, talk.loaded.spec.make_cache())
     assert float(mx.abs(restored - computed).max()) < TOLERANCE
 
 
-def test_another_image_ends_what_is_used(talk: Shown) -> None:
+def test_reuse_ends_before_a_different_image(talk: ImageConversations) -> None:
     first = IDS.index(image(1, 1)[0])
     prompt = [*IDS[:first], *image(8, 263), *IDS[first + 263 :]]
     fed, _, outcome = talk.ask(prompt)
     assert fed == prompt and outcome.n_reused <= first
 
 
-def test_images_are_restored_as_a_part_of_what_follows_them(talk: Shown) -> None:
+def test_images_are_restored_from_disk_with_the_text_after_them(talk: ImageConversations) -> None:
     talk.forget_hot_blocks()
     _, caches, outcome = talk.ask([*IDS, 7, 8])
     assert outcome.n_reused == len(IDS) and outcome.tier == DISK
