@@ -1,4 +1,4 @@
-"""The model reads what the client sent: any edit of a reply, however small, is read."""
+"""If a client edits a reply, even slightly, the model reads the edited text."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from .test_replies import (
     QUESTION,
     RESULT,
     Template,
+    byte_ids,
     chat_with,
-    exactly,
+    decoded,
+    decoded_after_break,
     follow_up,
-    is_fed_as_it_was,
     make_tokenizer,
-    read,
-    read_again,
+    original_ids_are_fed,
     thinking,
 )
 
@@ -57,11 +57,11 @@ EDITS = {
     "space-before": (CODE, " " + CODE),
     "line-break-before": (CODE, "\n" + CODE),
     "no-line-break-before": ("\n" + CODE, CODE),
-    "line-break-behind": (CODE, CODE + "\n"),
-    "no-line-break-behind": (CODE + "\n\n", CODE + "\n"),
-    "no-white-space-behind": (CODE + " \n", CODE),
-    "space-behind": (CODE, CODE + " "),
-    "a-character-less": (CODE, CODE[1:]),
+    "line-break-after": (CODE, CODE + "\n"),
+    "no-line-break-after": (CODE + "\n\n", CODE + "\n"),
+    "no-white-space-after": (CODE + " \n", CODE),
+    "space-after": (CODE, CODE + " "),
+    "no-first-character": (CODE, CODE[1:]),
     "replacement": ("a\ufffdb c", "ab c"),
     "byte-0": ("a\0b c", "ab c"),
 }
@@ -82,11 +82,11 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlockStore]:
 
 
 def first_turn(chat: Chat, text: str, end: str, monkeypatch: pytest.MonkeyPatch) -> ChatTurn:
-    """Have the model say a text: to its end, or cut by max_tokens, or by its client that left."""
-    return said_until(chat, [QUESTION], exactly(chat, text), end, monkeypatch)
+    """Have the model reply with a text that ends, is cut by max_tokens, or whose client leaves."""
+    return turn_that_ends(chat, [QUESTION], byte_ids(chat, text), end, monkeypatch)
 
 
-def said_until(
+def turn_that_ends(
     chat: Chat, talk: list[Message], ids: list[int], end: str, monkeypatch: pytest.MonkeyPatch
 ) -> ChatTurn:
     if end == "stop":
@@ -94,16 +94,18 @@ def said_until(
     with monkeypatch.context() as leaving:
         if end == "left":
 
-            def unknown(messages: Any, prompt: Any, reply: Any, sent: Any, *rest: Any) -> Any:
+            def remember_unsent(
+                messages: Any, prompt: Any, reply: Any, sent: Any, *rest: Any
+            ) -> Any:
                 return remember(messages, prompt, reply, None, *rest)
 
-            leaving.setattr("tests.support.chat.remember", unknown)
+            leaving.setattr("tests.support.chat.remember", remember_unsent)
         return chat.turn(talk, ids, finish_reason="length")
 
 
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_edit_of_a_reply_is_read_as_edited(
+def test_the_model_reads_an_edited_reply_as_edited(
     tokenizers: dict[str, Any],
     store: BlockStore,
     monkeypatch: pytest.MonkeyPatch,
@@ -111,49 +113,49 @@ def test_an_edit_of_a_reply_is_read_as_edited(
     end: str,
 ) -> None:
     for edit, trim in product(EDITS, ("", "| trim")):
-        said, edited = EDITS[edit]
+        reply_text, edited = EDITS[edit]
         chat = chat_with(tokenizers[kind], store, Template(trim=trim))
-        first = first_turn(chat, said, end, monkeypatch)
+        first = first_turn(chat, reply_text, end, monkeypatch)
         assert first.message["content"] != edited, edit
         after = follow_up(chat, first, content=edited)
-        texts = [read(chat, ids) for ids in (after.fed, after.rendered)]
+        texts = [decoded(chat, ids) for ids in (after.fed, after.rendered)]
         if kind == "byte-level-nfc":  # this tokenizer normalises the text
             texts = [unicodedata.normalize("NFC", text) for text in texts]
         assert texts[0] == texts[1], (edit, trim)
         if not trim and kind == "byte-level":
-            assert f"assistant\n{edited}<|im_end|>" in read(chat, after.fed), edit
+            assert f"assistant\n{edited}<|im_end|>" in decoded(chat, after.fed), edit
 
 
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_reply_that_nobody_edits_is_fed_as_it_was(
+def test_the_model_reads_an_unedited_reply_by_its_original_ids(
     tokenizers: dict[str, Any],
     store: BlockStore,
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
     end: str,
 ) -> None:
-    """However it ended, and also if it begins and ends with white space."""
-    for said in (CODE, " " + CODE, "\n" + CODE, CODE.replace("\n", "\r\n")):
+    """This also holds for interrupted replies and for leading white space."""
+    for reply_text in (CODE, " " + CODE, "\n" + CODE, CODE.replace("\n", "\r\n")):
         for trim in ("", "| trim"):
             chat = chat_with(tokenizers[kind], store, Template(trim=trim))
-            first = first_turn(chat, said, end, monkeypatch)
+            first = first_turn(chat, reply_text, end, monkeypatch)
             after = follow_up(chat, first)
-            own = [*first.fed, *exactly(chat, said)]
+            own = [*first.fed, *byte_ids(chat, reply_text)]
             assert after.fed[: len(own)] == own and after.n_reused >= len(own)
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_white_space_that_a_client_strips_from_an_end_is_not_read(
+def test_trailing_white_space_that_a_client_strips_is_not_read(
     tokenizers: dict[str, Any], store: BlockStore, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     """Also if a token has both white space and text that the client kept."""
     chat = chat_with(tokenizers["byte-level"], store, Template())
     first = first_turn(chat, "yes \n\n", end, monkeypatch)
     after = follow_up(chat, first, content="yes")
-    assert "assistant\nyes<|im_end|>" in read(chat, after.fed)
+    assert "assistant\nyes<|im_end|>" in decoded(chat, after.fed)
     for keeps in ("yes ", "yes \n"):
-        assert f"assistant\n{keeps}<|im_end|>" in read(
+        assert f"assistant\n{keeps}<|im_end|>" in decoded(
             chat, follow_up(chat, first, content=keeps).fed
         )
 
@@ -162,13 +164,13 @@ def test_a_stop_string_that_shares_a_token_with_the_reply_is_not_read(
     tokenizers: dict[str, Any], store: BlockStore
 ) -> None:
     chat = chat_with(tokenizers["byte-level"], store, Template())
-    together = [*exactly(chat, "so"), *chat.encode("\n\n")]
+    together = [*byte_ids(chat, "so"), *chat.encode("\n\n")]
     first = chat.turn([QUESTION], together, stop_words=["\n\n"], finish_reason="length")
     sent = {**first.message, "content": first.message["content"].partition("\n\n")[0]}
     after = chat.turn([QUESTION, sent, NEXT], [chat.tokenizer.eos_token_id])
-    assert read(chat, after.fed) == read(chat, after.rendered)
+    assert decoded(chat, after.fed) == decoded(chat, after.rendered)
     edited = chat.turn([QUESTION, {**sent, "content": "so\n"}, NEXT], [0])
-    assert read(chat, edited.fed) == read(chat, edited.rendered)
+    assert decoded(chat, edited.fed) == decoded(chat, edited.rendered)
 
 
 REASONING = {
@@ -185,7 +187,7 @@ REASONING = {
 @every_pair(
     name=["reasoning", "reasoning_content"], edit=list(REASONING), finish_reason=["stop", "length"]
 )
-def test_an_edit_of_reasoning_is_read_as_edited(
+def test_the_model_reads_edited_reasoning_as_edited(
     tokenizers: dict[str, Any], store: BlockStore, name: str, edit: str, finish_reason: str
 ) -> None:
     template = thinking(kept=True).replace("m.reasoning", f"m.{name}")
@@ -194,14 +196,14 @@ def test_an_edit_of_reasoning_is_read_as_edited(
             template if strips else template.replace(".strip('\\n') + '\\n</think>", " + '</think>")
         )
         chat = chat_with(tokenizers["byte-level"], store, source)
-        ids = exactly(chat, "<think>\nWhere  is cafe\u0301?\n</think>\n\nThere.")
+        ids = byte_ids(chat, "<think>\nWhere  is cafe\u0301?\n</think>\n\nThere.")
         ids += [chat.tokenizer.eos_token_id] if finish_reason == "stop" else []
         first = chat.turn([QUESTION], ids, finish_reason=finish_reason)
         thought = first.message.pop("reasoning")
         same = follow_up(chat, first, **{name: thought})
         assert same.fed[: len(first.fed) + 20] == [*first.fed, *ids][: len(first.fed) + 20]
         after = follow_up(chat, first, **{name: REASONING[edit](thought)})
-        assert read(chat, after.fed) == read(chat, after.rendered)
+        assert decoded(chat, after.fed) == decoded(chat, after.rendered)
 
 
 ARGUMENTS = [
@@ -220,45 +222,45 @@ SAID = {"b": 1, "a": [2], "code": "if x:\n    y"}
 
 
 @pytest.mark.parametrize("finish_reason", ["stop", "length"])
-@pytest.mark.parametrize("n", range(len(ARGUMENTS)))
-def test_an_edit_of_a_calls_arguments_is_read_as_edited(
-    tokenizers: dict[str, Any], store: BlockStore, n: int, finish_reason: str
+@pytest.mark.parametrize("index", range(len(ARGUMENTS)))
+def test_the_model_reads_edited_tool_calls_as_edited(
+    tokenizers: dict[str, Any], store: BlockStore, index: int, finish_reason: str
 ) -> None:
     chat = chat_with(tokenizers["byte-level"], store, thinking())
-    said = CALL.replace('{"b":1, "a": [2 ]}', json.dumps(SAID))
-    assert said != CALL
-    ids = exactly(chat, f"Let me.\n{said}")
+    reply_text = CALL.replace('{"b":1, "a": [2 ]}', json.dumps(SAID))
+    assert reply_text != CALL
+    ids = byte_ids(chat, f"Let me.\n{reply_text}")
     ids += [chat.tokenizer.eos_token_id] if finish_reason == "stop" else []
     first = chat.turn([QUESTION], ids, finish_reason=finish_reason)
     end = [chat.tokenizer.eos_token_id]
     again = copy.deepcopy(first.message)
     again["tool_calls"][0]["function"]["arguments"] = json.dumps(SAID, indent=2, sort_keys=True)
-    assert is_fed_as_it_was(first, chat.turn([QUESTION, again, RESULT], end)) or (
+    assert original_ids_are_fed(first, chat.turn([QUESTION, again, RESULT], end)) or (
         finish_reason == "length"
     )
     edited = copy.deepcopy(first.message)
-    edited["tool_calls"][0]["function"]["arguments"] = json.dumps(ARGUMENTS[n])
+    edited["tool_calls"][0]["function"]["arguments"] = json.dumps(ARGUMENTS[index])
     after = chat.turn([QUESTION, edited, RESULT], end)
-    assert read(chat, after.fed) == read(chat, after.rendered)
+    assert decoded(chat, after.fed) == decoded(chat, after.rendered)
     renamed = copy.deepcopy(first.message)
     renamed["tool_calls"][0]["function"]["name"] = "Look"
     after = chat.turn([QUESTION, renamed, RESULT], end)
-    assert read(chat, after.fed) == read(chat, after.rendered)
+    assert decoded(chat, after.fed) == decoded(chat, after.rendered)
 
 
-def test_a_template_that_rewrites_white_space_inside_a_reply_is_heeded(
+def test_white_space_that_a_template_rewrites_is_read_as_rendered(
     tokenizers: dict[str, Any], store: BlockStore
 ) -> None:
     chat = chat_with(tokenizers["byte-level"], store, Template(trim=".replace('\\n\\n', '\\n')"))
     for end in ([chat.tokenizer.eos_token_id], []):
-        ids = [*exactly(chat, " one\n\ntwo"), *end]
+        ids = [*byte_ids(chat, " one\n\ntwo"), *end]
         first = chat.turn([QUESTION], ids, finish_reason="stop" if end else "length")
         after = follow_up(chat, first)
-        assert read(chat, after.fed) == read(chat, after.rendered)
+        assert decoded(chat, after.fed) == decoded(chat, after.rendered)
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_edits_are_read_after_a_restart_too(
+def test_the_model_reads_edits_after_a_restart(
     tokenizers: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     def chat_on(store: BlockStore) -> Chat:
@@ -276,12 +278,12 @@ def test_edits_are_read_after_a_restart_too(
     try:
         chat = chat_on(store)
         message: Message = first.message
-        own = [*first.fed, *exactly(chat, " " + CODE)]
+        own = [*first.fed, *byte_ids(chat, " " + CODE)]
         end_token = [chat.tokenizer.eos_token_id]
         assert chat.turn([QUESTION, message, NEXT], end_token).fed[: len(own)] == own
         edited = {**message, "content": message["content"].replace("  ", "    ")}
         after = chat.turn([QUESTION, edited, NEXT], end_token)
-        assert read(chat, after.fed) == read(chat, after.rendered)
+        assert decoded(chat, after.fed) == decoded(chat, after.rendered)
     finally:
         store.close()
 
@@ -312,10 +314,10 @@ def edited_somewhere(rng: random.Random, text: str) -> str:
     return rng.choice([text + rng.choice(PIECES), rng.choice(PIECES) + text, text[:at], text[at:]])
 
 
-def hold_edited_talk(
+def check_random_edits(
     tokenizer: Any, is_nfc: bool, store: BlockStore, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Have some turns, then come back with random replies edited."""
+    """Have some turns, then send the conversation back with random replies edited."""
     rng = random.Random(seed)
     lead, tail = rng.choice(["", "\n", " "]), rng.choice(["", "\n", " "])
     ends = rng.choice(["EOS", "EOS\n", "\n"])
@@ -326,9 +328,9 @@ def hold_edited_talk(
         talk.append({"role": "user", "content": f"{n}. {rng.choice(PIECES)}z"})
         ids = []
         for piece in rng.choices(PIECES, k=rng.randint(1, 7)):
-            ids += exactly(chat, piece) if rng.random() < 0.5 else chat.encode(piece)
+            ids += byte_ids(chat, piece) if rng.random() < 0.5 else chat.encode(piece)
         ending = rng.choice(ENDS)
-        talk.append(said_until(chat, talk, ids, ending, monkeypatch).message)
+        talk.append(turn_that_ends(chat, talk, ids, ending, monkeypatch).message)
         replies.append((ending, talk[-1].get("content") or ""))
 
     def shown(text: str) -> str:
@@ -336,26 +338,31 @@ def hold_edited_talk(
 
     for _ in range(3):
         again, edits = copy.deepcopy(talk), list[str]()
-        for message, (ending, said) in zip(again[1::2], replies, strict=True):
-            if said and rng.random() < 0.6:
-                message["content"] = content = edited_somewhere(rng, said)
-                if not (ending != "stop" and said.startswith(content)) and content != said:
+        for message, (ending, reply_text) in zip(again[1::2], replies, strict=True):
+            if reply_text and rng.random() < 0.6:
+                message["content"] = content = edited_somewhere(rng, reply_text)
+                if (
+                    not (ending != "stop" and reply_text.startswith(content))
+                    and content != reply_text
+                ):
                     edits.append(content)
         after = chat.turn([*again, NEXT], [end])
-        fed, rendered = (shown(read(chat, ids)) for ids in (after.fed, after.rendered))
-        own, its = (chat.tokens.controls(ids) for ids in (after.fed, after.rendered))
-        assert [i for _, i in own] == [i for _, i in its], seed
+        fed, rendered = (shown(decoded(chat, ids)) for ids in (after.fed, after.rendered))
+        fed_controls, rendered_controls = (
+            chat.tokens.controls(ids) for ids in (after.fed, after.rendered)
+        )
+        assert [i for _, i in fed_controls] == [i for _, i in rendered_controls], seed
         for text in edits:
-            written = shown(read_again(chat, template.of_reply(text)))
+            written = shown(decoded_after_break(chat, template.of_reply(text)))
             assert fed.count(written) >= rendered.count(written), (seed, text)
         if len(edits) == len(replies):
             assert fed == rendered, seed
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_edits_of_some_replies_are_read_as_edited(
+def test_the_model_reads_randomly_edited_replies_as_edited(
     tokenizers: dict[str, Any], store: BlockStore, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other replies stay unedited; for any template, however each reply ended."""
+    """The other replies stay unedited. The template and the ends of replies are random, too."""
     for seed in range(N_EDITED):
-        hold_edited_talk(tokenizers[kind], kind == "byte-level-nfc", store, seed, monkeypatch)
+        check_random_edits(tokenizers[kind], kind == "byte-level-nfc", store, seed, monkeypatch)

@@ -1,4 +1,4 @@
-"""The last part of a reply waits while a kill would lose more than a block of its prompt."""
+"""The last part of a reply waits while a kill would lose more tokens than allowed."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from .conftest import store_in
 LONG_S = 30.0
 
 
-class Slow:
-    """A store whose writer does nothing until it is released."""
+class SlowStore:
+    """A store whose writer is blocked until it is released."""
 
     def __init__(self, folder: Path) -> None:
         self.store: BlockStore = store_in(folder)
@@ -48,7 +48,7 @@ class Slow:
         assert self._holds.wait(LONG_S)
 
     def finishes(self, serving: Serving, state: RequestState) -> bool:
-        """Say whether a client has the last part of its reply while the writer does nothing."""
+        """Tell whether a client gets the last part of its reply while the writer is blocked."""
         with mock.patch.object(module, "LAST_PART_S", LONG_S):
             self.finishing = threading.Thread(target=serving.finish, args=(state,))
             self.finishing.start()
@@ -64,7 +64,7 @@ class Slow:
             return self.store.writer._n_waiting > 0
 
     def saved(self, n_saved: int, n_prompt: int, n_all: int, first: int = 0) -> RequestState:
-        """Return a turn that has ended, the first `n_saved` of whose blocks are on disk."""
+        """Return a turn that has ended; its first `n_saved` blocks are on disk."""
         starts = range(0, n_all, BLOCK_TOKENS)
         ends = [min(start + BLOCK_TOKENS, n_all) for start in starts]
         ids = [[first + n for n in range(*both)] for both in zip(starts, ends, strict=True)]
@@ -86,8 +86,8 @@ class Slow:
 
 
 @pytest.fixture
-def slow(tmp_path: Path) -> Iterator[Slow]:
-    slow = Slow(tmp_path)
+def slow(tmp_path: Path) -> Iterator[SlowStore]:
+    slow = SlowStore(tmp_path)
     yield slow
     slow.may_write.set()
     slow.store.close()
@@ -118,8 +118,8 @@ def serving_of(store: BlockStore, *, any_prefix: bool = True) -> Serving:
         (3, 769, 1030, False),
     ],
 )
-def test_a_client_waits_where_a_kill_would_lose_more_than_it_may(
-    slow: Slow, n_saved: int, n_prompt: int, n_all: int, waits: bool
+def test_the_last_part_waits_if_a_kill_would_lose_too_much(
+    slow: SlowStore, n_saved: int, n_prompt: int, n_all: int, waits: bool
 ) -> None:
     state = slow.saved(n_saved, n_prompt, n_all)
     keys = [block.key for block in state.sequence.chain]  # type: ignore[union-attr]
@@ -132,22 +132,24 @@ def test_a_client_waits_where_a_kill_would_lose_more_than_it_may(
         assert not slow.store.writer.unwritten().intersection(keys)
 
 
-def test_it_is_kept_waiting_for_a_limited_time(slow: Slow) -> None:
+def test_the_last_part_waits_for_a_limited_time(slow: SlowStore) -> None:
     serving, state = serving_of(slow.store), slow.saved(0, 600, 610)
     with mock.patch.object(module, "LAST_PART_S", 0.05):
         serving.finish(state)
     assert slow.store.writer.n_tasks
 
 
-def test_other_conversations_are_not_waited_for(slow: Slow) -> None:
+def test_the_last_part_does_not_wait_for_other_conversations(slow: SlowStore) -> None:
     state = slow.saved(0, 100, 110)
     slow.saved(0, 1000, 1010)
     assert slow.finishes(serving_of(slow.store), state)
 
 
 @pytest.mark.parametrize(("n_all", "waits"), [(355, False), (356, True)])
-def test_a_long_reply_is_nothing_without_its_ids(slow: Slow, n_all: int, waits: bool) -> None:
-    """All of its blocks are on disk; by text they are not found."""
+def test_the_last_part_of_a_long_reply_waits_for_its_ids(
+    slow: SlowStore, n_all: int, waits: bool
+) -> None:
+    """All blocks of the reply are on disk, but its text alone would not find them."""
     state = slow.saved(0, 100, n_all)
     slow.may_write.set()
     slow.store.drain()
@@ -158,21 +160,21 @@ def test_a_long_reply_is_nothing_without_its_ids(slow: Slow, n_all: int, waits: 
     assert slow.finishes(serving_of(slow.store), state) != waits
 
 
-def test_a_drafts_blocks_are_waited_for_too(slow: Slow) -> None:
-    ours = slow.saved(4, 1100, 1120)
-    theirs = slow.saved(0, 1101, 1121, first=7).sequence
-    assert ours.sequence is not None and theirs is not None
-    ours.sequence.draft, theirs.is_draft = theirs, True
-    assert not slow.finishes(serving_of(slow.store), ours)
+def test_the_last_part_waits_for_the_blocks_of_the_draft_model(slow: SlowStore) -> None:
+    target = slow.saved(4, 1100, 1120)
+    draft = slow.saved(0, 1101, 1121, first=7).sequence
+    assert target.sequence is not None and draft is not None
+    target.sequence.draft, draft.is_draft = draft, True
+    assert not slow.finishes(serving_of(slow.store), target)
 
 
-@pytest.mark.parametrize("n_own", [0, 20])
-def test_a_model_that_needs_its_checkpoint_has_it_before_the_last_part(
-    slow: Slow, n_own: int
+@pytest.mark.parametrize("n_unwritten", [0, 20])
+def test_with_checkpoints_the_last_part_waits_for_its_turn(
+    slow: SlowStore, n_unwritten: int
 ) -> None:
-    """It waits for its own turn, but not for postponed checkpoints."""
+    """The last part waits for its own turn, but not for postponed checkpoints."""
     serving, state = serving_of(slow.store, any_prefix=False), slow.saved(0, 10, 20)
-    if not n_own:
+    if not n_unwritten:
         slow.may_write.set()
         slow.store.drain()
         slow.hold_again()
@@ -180,13 +182,13 @@ def test_a_model_that_needs_its_checkpoint_has_it_before_the_last_part(
         last = state.sequence.chain[-1]  # type: ignore[union-attr]
         later = Commit(ROOT, (), checkpoints=(Checkpoint.at(last.key, "state", 0),))
         slow.store.writer.postpone(last.key, mock.MagicMock(commit=later, sizes={}), has_ended=True)
-    assert slow.finishes(serving, state) == (not n_own)
+    assert slow.finishes(serving, state) == (not n_unwritten)
     slow.store.writer.withdraw([block.key for block in chain(list(range(20)))])
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_what_is_not_kept_waits_for_nothing(slow: Slow, kept: bool) -> None:
-    """The ended request says what was saved of it, and that it was saved."""
+def test_the_last_part_of_a_request_not_kept_does_not_wait(slow: SlowStore, kept: bool) -> None:
+    """The request sets `is_saved` at its end."""
     serving, state = serving_of(slow.store), slow.saved(0, 600, 610)
     request = object.__new__(ServedRequest)
     request._state, request._serving = state, serving

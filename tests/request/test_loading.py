@@ -1,4 +1,4 @@
-"""A loaded model is known at once: the same on every start, without a measurement."""
+"""Loading a model determines its precision, facts and fingerprint without a measurement."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def patched() -> Iterator[None]:
         ("16", "full", "full precision;"),
     ],
 )
-def test_each_layer_has_the_bits_that_are_asked_for(
+def test_kv_bits_decide_the_layout_and_its_description(
     provider: Any, bits: str, layout: str, words: str
 ) -> None:
     loaded = loaded_in(provider, KV_BITS[bits])
@@ -54,7 +54,7 @@ def test_each_layer_has_the_bits_that_are_asked_for(
     assert words in described(loaded.spec)
 
 
-def test_the_facts_say_what_is_computed_together(
+def test_facts_decide_batching_joining_and_packed_keys(
     provider: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = loaded_in(provider, DEFAULT)
@@ -66,7 +66,7 @@ def test_the_facts_say_what_is_computed_together(
     assert not (spec.batches or spec.joins or spec.plans["0"].can_take_packed)
 
 
-def test_an_architecture_without_facts_is_kept_and_nothing_is_taken_for_granted(
+def test_without_facts_replies_are_batched_but_prompts_are_not_joined(
     provider: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     known = loaded_in(provider, DEFAULT)
@@ -88,11 +88,11 @@ def test_a_model_that_keeps_state_outside_its_caches_is_refused(
         loaded_in(provider, DEFAULT)
 
 
-def test_a_model_that_changes_on_disk_is_another_at_the_next_load(tmp_path: Path) -> None:
-    """Although sizes and times stay; with its old content it is the first model again."""
+def test_a_change_of_the_weights_file_changes_the_fingerprint(tmp_path: Path) -> None:
+    """Sizes and times stay the same. With the old content the old fingerprint returns."""
     provider = provider_of(tmp_path / "model", n_layers=2)
-    one = loaded_in(provider, DEFAULT)
-    assert one.fingerprint == model_fingerprint(tmp_path / "model", None)
+    first = loaded_in(provider, DEFAULT)
+    assert first.fingerprint == model_fingerprint(tmp_path / "model", None)
     weights = next((tmp_path / "model").glob("*.safetensors"))
     stat, content = weights.stat(), weights.read_bytes()
 
@@ -101,12 +101,12 @@ def test_a_model_that_changes_on_disk_is_another_at_the_next_load(tmp_path: Path
         os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         return loaded_in(provider, DEFAULT).fingerprint
 
-    assert fingerprint(content[:-1] + bytes([content[-1] ^ 1])) != one.fingerprint
-    assert fingerprint(content) == one.fingerprint
+    assert fingerprint(content[:-1] + bytes([content[-1] ^ 1])) != first.fingerprint
+    assert fingerprint(content) == first.fingerprint
 
 
 class RankOfTwo(Ranks):
-    """A rank whose other rank differs in the things that `differ` names."""
+    """Rank 0 of two; the other rank differs in the values that `differ` names."""
 
     def __init__(self, *differ: str) -> None:
         super().__init__(2, 0)
@@ -127,7 +127,7 @@ def ranked(provider: Any) -> Any:
     return SimpleNamespace(**vars(provider), cli_args=SimpleNamespace(pipeline=False))
 
 
-def test_ranks_with_other_files_of_the_model_are_refused(provider: Any) -> None:
+def test_ranks_with_different_model_files_are_refused(provider: Any) -> None:
     rank = RankOfTwo("the model's files")
     with pytest.raises(ModelNotSupported, match="different files of the model"):
         loaded_in(ranked(provider), DEFAULT, rank)
@@ -135,7 +135,7 @@ def test_ranks_with_other_files_of_the_model_are_refused(provider: Any) -> None:
     assert rank.compared["the model's files"] == own
 
 
-def test_ranks_with_other_facts_take_nothing_for_granted(provider: Any) -> None:
+def test_ranks_with_different_facts_use_no_facts(provider: Any) -> None:
     rank = RankOfTwo("the facts of the architecture")
     assert not loaded_in(ranked(provider), DEFAULT, rank).is_known
     rank = RankOfTwo("the kinds of layers")
@@ -143,19 +143,19 @@ def test_ranks_with_other_facts_take_nothing_for_granted(provider: Any) -> None:
         loaded_in(ranked(provider), DEFAULT, rank)
 
 
-class RankThatIsLeft(RankOfTwo):
+class RankOfUnsupportedModel(RankOfTwo):
     """A rank whose other rank does not support the model."""
 
     def agree(self, value: bool, what: str) -> bool:
         return value and what != "whether the model is supported"
 
 
-def test_what_fails_on_one_rank_fails_on_all(provider: Any) -> None:
+def test_a_model_that_another_rank_refuses_is_refused(provider: Any) -> None:
     with pytest.raises(ModelNotSupported, match="another rank does not support the model"):
-        loaded_in(ranked(provider), DEFAULT, RankThatIsLeft())
+        loaded_in(ranked(provider), DEFAULT, RankOfUnsupportedModel())
 
 
-def test_whatever_a_model_raises_stock_may_serve_it(
+def test_an_unexpected_error_makes_the_model_unsupported(
     provider: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def strange(*_: Any) -> None:

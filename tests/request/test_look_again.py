@@ -1,4 +1,4 @@
-"""A prompt is looked up once, on its HTTP thread; later changes of blocks are noticed by key."""
+"""A prompt is looked up once, on its HTTP thread; later changes of blocks are found by key."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ pytestmark = pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
 
 MAX_MATCHED = 512
 LONG = MAX_MATCHED + 1300
-"""The length of prompts whose whole text is never matched."""
+"""The length of a prompt that is too long for matching all of its text."""
 
 
 @pytest.fixture(autouse=True)
 def few_matched_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts count as long at fewer tokens, which saves computing them."""
+    """Treat shorter prompts as long, so that the tests compute fewer tokens."""
     monkeypatch.setattr(lookup, "MAX_MATCHED_TOKENS", MAX_MATCHED)
 
 
-def asked(talk: Conversations, ids: list[int]) -> Lookup:
+def look_up(talk: Conversations, ids: list[int]) -> Lookup:
     return Lookup(Prompt(ids, [ids], ["user"]), talk.root, talk.store, talk.loaded)
 
 
@@ -77,7 +77,7 @@ def serving(talk: Conversations) -> Iterator[Serving]:
 
 
 def prepared(serving: Serving, ids: list[int]) -> tuple[ClientRequest, Prompt]:
-    """Return a request whose HTTP thread has looked its prompt up."""
+    """Return a request whose prompt was looked up on an HTTP thread."""
     request = ClientRequest(SimpleNamespace(request_type="text", prompt="", messages=[]))
     prompt = Prompt(ids, [ids], ["user"], [{"role": "user", "content": "a question"}])
     thread = threading.Thread(target=serving.look_up, args=(RequestState.of(request), prompt))
@@ -86,27 +86,25 @@ def prepared(serving: Serving, ids: list[int]) -> tuple[ClientRequest, Prompt]:
     return request, prompt
 
 
-@pytest.mark.parametrize("comes", ["nothing", "another conversation"])
+@pytest.mark.parametrize("committed", ["nothing", "another conversation"])
 def test_the_generation_thread_reads_no_text_of_a_stored_prompt(
-    talk: Conversations, serving: Serving, comes: str
+    talk: Conversations, serving: Serving, committed: str
 ) -> None:
     ids = sampled_turn(talk.loaded, LONG)
     talk.remember(ids, n_prompt=LONG - 10)
     spelled = respelled(talk.loaded, ids, LONG - 200)
     request, prompt = prepared(serving, [*spelled, 5, 6])
-    if comes != "nothing":
+    if committed != "nothing":
         talk.remember(sampled_turn(talk.loaded, 600, seed=8)[::-1], n_prompt=300)
     with decoded_tokens() as counts:
         served = ServedRequest(serving, request, prompt)
         assert served.advance()
         entered = served.enter()
     assert entered.n_cached > LONG - 400 and len(entered.prompt.ids) < len(spelled) + 2
-    assert counts[0] <= (0 if comes == "nothing" else MAX_MATCHED)
+    assert counts[0] <= (0 if committed == "nothing" else MAX_MATCHED)
 
 
-def test_stages_follow_each_other_and_done_is_the_last(
-    talk: Conversations, serving: Serving
-) -> None:
+def test_a_request_passes_its_stages_and_stays_done(talk: Conversations, serving: Serving) -> None:
     request, prompt = prepared(serving, sampled_turn(talk.loaded, 300))
     state, served = RequestState.of(request), ServedRequest(serving, request, prompt)
     stages = [state.stage]
@@ -145,81 +143,79 @@ def test_a_lookup_for_another_model_is_not_used(talk: Conversations, serving: Se
 
 @pytest.mark.parametrize("n_prompt", [900, LONG])
 @pytest.mark.parametrize("n_stored", [0, 500])
-def test_blocks_that_come_after_the_lookup_are_used(
+def test_blocks_stored_after_the_lookup_are_used(
     talk: Conversations, n_prompt: int, n_stored: int
 ) -> None:
-    """As if two requests of one conversation come at once."""
+    """Two requests of one conversation may come at once."""
     ids = sampled_turn(talk.loaded, n_prompt)
     if n_stored:
         talk.remember(ids[:n_stored], n_prompt=n_stored - 5)
-    found = asked(talk, [*ids, 5, 6])
-    assert found.stored.n_tokens == n_stored
+    prompt_lookup = look_up(talk, [*ids, 5, 6])
+    assert prompt_lookup.stored.n_tokens == n_stored
     talk.remember(ids, n_prompt=n_prompt - 5)
     with decoded_tokens() as counts:
-        assert found.restore().outcome.n_reused == n_prompt
+        assert prompt_lookup.restore().outcome.n_reused == n_prompt
     assert n_prompt < LONG or counts[0] <= MAX_MATCHED
 
 
-def test_a_reply_with_other_ids_that_comes_after_the_lookup_is_used(talk: Conversations) -> None:
-    """The next turn is queued before the turn before it is stored."""
+def test_a_reply_with_other_ids_stored_after_the_lookup_is_used(talk: Conversations) -> None:
+    """The next turn may be queued before this turn is stored."""
     n_stored = 300
     ids = sampled_turn(talk.loaded, n_stored)
     talk.remember(ids, n_prompt=n_stored - 5)
     reply = talk.loaded.encode("What the model has answered to this, at some length.")
-    found = asked(talk, [*ids, *reply, *talk.loaded.encode(" Next"), 6])
+    prompt_lookup = look_up(talk, [*ids, *reply, *talk.loaded.encode(" Next"), 6])
     turn = [*ids, *respelled(talk.loaded, reply, 2)]
     assert len(turn) > len(ids) + len(reply)
     talk.remember(turn, n_prompt=n_stored)
-    reuse = found.restore()
+    reuse = prompt_lookup.restore()
     assert reuse.outcome.n_reused >= len(turn) - 1
     assert list(reuse.prompt.ids[: len(turn) - 1]) == turn[:-1]
 
 
 @pytest.mark.parametrize("n_left", [0, 1, 5])
-def test_a_long_prompt_is_cut_at_the_block_that_went(talk: Conversations, n_left: int) -> None:
-    """No text is read for that."""
+def test_a_long_prompt_is_cut_at_a_deleted_block(talk: Conversations, n_left: int) -> None:
+    """The rest of the text is not read again."""
     ids = sampled_turn(talk.loaded, LONG)
     talk.remember(ids, n_prompt=LONG - 10)
     talk.forget_hot_blocks()
-    found = asked(talk, [*ids, 5, 6])
-    assert found.stored.n_tokens == LONG
-    gone: Path = block_path(talk.store.folder, found.stored.match.path[n_left].key)
+    prompt_lookup = look_up(talk, [*ids, 5, 6])
+    assert prompt_lookup.stored.n_tokens == LONG
+    gone: Path = block_path(talk.store.folder, prompt_lookup.stored.match.path[n_left].key)
     gone.unlink()
     with decoded_tokens() as counts:
-        outcome = found.restore().outcome
+        outcome = prompt_lookup.restore().outcome
     assert outcome.n_reused == n_left * 256
     assert outcome.reason is not None and counts[0] <= MAX_MATCHED
 
 
 @pytest.mark.parametrize("n_left", [0, 1, 5])
-def test_a_block_that_went_before_the_restore_is_not_read(
+def test_a_restore_reads_no_block_from_an_evicted_one_on(
     talk: Conversations, n_left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So the blocks before it are not joined twice."""
+    """Otherwise the blocks before it would be joined twice."""
     ids = sampled_turn(talk.loaded, LONG)
     talk.remember(ids, n_prompt=LONG - 10)
     talk.forget_hot_blocks()
-    found = asked(talk, [*ids, 5, 6])
-    path = found.stored.match.path
+    prompt_lookup = look_up(talk, [*ids, 5, 6])
+    path = prompt_lookup.stored.match.path
     for block in reversed(path[n_left:]):
         talk.store.disk.forget(block.key, Gone.EVICTED)
     talk.remember(sampled_turn(talk.loaded, 300, seed=8)[::-1], n_prompt=290)
-    asked_for: list[bytes] = []
+    requested: list[bytes] = []
     load_all = talk.store.reader.load_all
 
     def load(records: Any, root: Any) -> Any:
-        asked_for.extend(record.key for record in records)
+        requested.extend(record.key for record in records)
         return load_all(records, root)
 
     monkeypatch.setattr(talk.store.reader, "load_all", load)
-    outcome = found.restore().outcome
+    outcome = prompt_lookup.restore().outcome
     assert outcome.n_reused == n_left * 256
-    assert asked_for == [block.key for block in path[:n_left]]
+    assert requested == [block.key for block in path[:n_left]]
 
 
-def test_the_same_prompt_twice_at_once_computes_its_beginning_once(
-    talk: Conversations, serving: Serving
-) -> None:
+def test_two_equal_prompts_compute_their_tokens_once(talk: Conversations, serving: Serving) -> None:
     ids = sampled_turn(talk.loaded, LONG)
     requests = [prepared(serving, ids) for _ in range(2)]
     first, second = (ServedRequest(serving, *request) for request in requests)
@@ -233,7 +229,7 @@ def test_the_same_prompt_twice_at_once_computes_its_beginning_once(
     assert second.enter().n_cached == LONG - 1
 
 
-def test_the_end_of_a_reply_reads_no_text_of_its_prompt(
+def test_remembering_a_reply_reads_little_text_of_its_prompt(
     talk: Conversations, serving: Serving
 ) -> None:
     ids = sampled_turn(talk.loaded, LONG)
@@ -260,10 +256,10 @@ def test_the_end_of_a_reply_reads_no_text_of_its_prompt(
         (True, "insert leaves timed"),
     ],
 )
-def test_a_reply_is_remembered_once_with_what_was_sent(
+def test_a_reply_is_remembered_with_the_text_that_was_sent(
     talk: Conversations, serving: Serving, has_left: bool, order: str
 ) -> None:
-    """The generation thread remembers the replies of clients that have left; nobody else does."""
+    """Only the generation thread remembers the replies of clients that have left."""
     request, prompt = prepared(serving, sampled_turn(talk.loaded, 300))
     plugin = KVPersistPlugin()
     plugin._serving = serving
@@ -280,24 +276,24 @@ def test_a_reply_is_remembered_once_with_what_was_sent(
     replies: list[bytes] = []
     commit = talk.store.commit
 
-    def noted(made: Commit, *args: Any) -> None:
+    def record_replies(made: Commit, *args: Any) -> None:
         replies.extend({*made.replies.values()})
         commit(made, *args)
 
-    with mock.patch.object(talk.store, "commit", noted):
+    with mock.patch.object(talk.store, "commit", record_replies):
         for step in order.split():
             steps[step]()
     assert RequestState.of(request).remembered
-    assert {*map(said, replies)} == ({""} if has_left else {"a text"})
+    assert {*map(content_of, replies)} == ({""} if has_left else {"a text"})
     assert len(replies) == 1 or has_left
 
 
-def said(reply: bytes) -> str:
+def content_of(reply: bytes) -> str:
     content: str = json.loads(reply)["content"]
     return content
 
 
-def test_stored_ids_are_read_for_a_reply_that_goes_on(
+def test_stored_draft_ids_are_read_once_for_a_longer_reply(
     talk: Conversations, serving: Serving
 ) -> None:
     request, prompt = prepared(serving, sampled_turn(talk.loaded, 300))

@@ -1,4 +1,4 @@
-"""Restored and recomputed agree: the one proof that a cache is right."""
+"""Restored caches and recomputed caches give the same logits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TOLERANCE = 2e-3
 
 
 def sampled_turn(loaded: LoadedModel, n_tokens: int, seed: int = 0) -> list[int]:
-    """Return the ids of text, then random ids, half characters among them, as from sampling."""
+    """Return the ids of text, then random ids as from sampling, some of them half characters."""
     text = "Grüße 🎉 " + synthetic_text(n_tokens // 2)
     canonical = list(loaded.tokenizer.encode(text))[: n_tokens // 2]
     rng = random.Random(seed)
@@ -55,7 +55,7 @@ def assert_same_logits(talk: Conversations, ids: list[int], caches: list[Any], n
 
 
 def respelled(loaded: LoadedModel, ids: list[int], at: int) -> list[int]:
-    """Return the same text in other ids: the first token after `at` that allows it is split."""
+    """Return other ids for the same text: split the first possible token from `at` on."""
     assert loaded.text is not None
     for i in range(at, len(ids)):
         letters = loaded.text.decode([ids[i]])
@@ -79,7 +79,7 @@ def stored(loaded: LoadedModel) -> Any:
 
 
 def few_or_many(few: int, many: int) -> pytest.MarkDecorator:
-    """Try `n` examples: a few, and many among the slow tests."""
+    """Try `n` examples: a few by default, many in slow tests."""
     return pytest.mark.parametrize("n", [few, pytest.param(many, marks=pytest.mark.slow)])
 
 
@@ -88,7 +88,7 @@ def examples(n: int) -> settings:
 
 
 @few_or_many(10, 50)
-def test_any_cut_of_a_prompt(stored: Any, n: int) -> None:
+def test_a_prompt_cut_at_any_character_has_recomputed_logits(stored: Any, n: int) -> None:
     """EXACT, EXTEND and DIVERGE, from RAM and from disk, at every character of 400 tokens."""
     talk, ids = stored
 
@@ -113,7 +113,7 @@ def test_any_cut_of_a_prompt(stored: Any, n: int) -> None:
 
 
 def without_text(talk: Conversations) -> Conversations:
-    """The same model, its prompts matched by ids."""
+    """Return the same model and store, with prompts matched by ids."""
     return replace(talk, loaded=replace(talk.loaded, text=None))
 
 
@@ -122,11 +122,11 @@ def bos_of(loaded: LoadedModel) -> str:
 
 
 @few_or_many(8, 40)
-def test_any_cut_of_ids(stored: Any, n: int) -> None:
-    """Without text, every token position is a cut; a few tokens are not reused."""
+def test_a_prompt_cut_at_any_token_has_recomputed_logits(stored: Any, n: int) -> None:
+    """Prompts are matched by ids, so any token can be the last that matches."""
     talk, ids = stored
     talk = without_text(talk)
-    talk.forget_hot_blocks()  # blocks in RAM are as computed, and reused up to any token
+    talk.forget_hot_blocks()  # blocks in RAM are in full precision, and reused up to any token
 
     @examples(n)
     @given(data=st.data())
@@ -146,7 +146,7 @@ def test_any_cut_of_ids(stored: Any, n: int) -> None:
     check()
 
 
-def test_outcomes(talk: Conversations) -> None:
+def test_an_outcome_has_its_kind_reused_tokens_and_tier(talk: Conversations) -> None:
     ids = sampled_turn(talk.loaded, 300)
     eos = talk.loaded.tokenizer.eos_token_id
     turn = [*ids, eos]
@@ -167,7 +167,7 @@ def test_outcomes(talk: Conversations) -> None:
     assert (outcome.n_reused, outcome.n_restored, outcome.tier) == (301, 301, "disk")
 
 
-def test_a_conversation_grows_by_its_new_blocks(talk: Conversations) -> None:
+def test_a_second_turn_adds_only_its_new_blocks(talk: Conversations) -> None:
     ids = sampled_turn(talk.loaded, 600)
     talk.remember(ids[:300], n_prompt=200, session="s")
     talk.remember(ids, n_prompt=500, session="s")
@@ -179,7 +179,7 @@ def test_a_conversation_grows_by_its_new_blocks(talk: Conversations) -> None:
     assert outcome.n_reused == 600
 
 
-def test_a_prompt_without_a_reply_keeps_its_full_blocks_on_disk(talk: Conversations) -> None:
+def test_a_prompt_without_a_reply_stores_only_full_blocks_on_disk(talk: Conversations) -> None:
     ids = sampled_turn(talk.loaded, 600)
     talk.remember(ids, n_prompt=601)
     assert talk.ask([*ids, 5])[2].n_reused == 600
@@ -187,7 +187,7 @@ def test_a_prompt_without_a_reply_keeps_its_full_blocks_on_disk(talk: Conversati
     assert talk.ask([*ids, 5])[2].n_reused == 512
 
 
-def test_a_damaged_block_costs_what_follows_it(talk: Conversations) -> None:
+def test_reuse_ends_at_a_damaged_block_until_it_is_stored_again(talk: Conversations) -> None:
     ids = sampled_turn(talk.loaded, 700)
     talk.remember(ids, n_prompt=300)
     talk.forget_hot_blocks()
@@ -200,16 +200,16 @@ def test_a_damaged_block_costs_what_follows_it(talk: Conversations) -> None:
     fed, caches, outcome = talk.ask([*ids, 5])
     assert outcome.n_reused == 256
     assert_same_logits(talk, fed, caches, 256)
-    # It is stored again, and then it is whole.
+    # The turn stores the block again.
     talk.remember(ids, n_prompt=300)
     talk.forget_hot_blocks()
     assert talk.ask([*ids, 5])[2].n_reused == 700
 
 
-def test_a_block_that_goes_before_it_is_read_is_not_missed(
+def test_another_branch_replaces_a_block_deleted_before_it_is_read(
     talk: Conversations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when a turn that is being written replaces the end of the earlier turn."""
+    """A turn that is being written may replace the last block of the earlier turn."""
     common = sampled_turn(talk.loaded, 150)
     for seed in (1, 2):
         talk.remember([*common, *sampled_turn(talk.loaded, 40, seed)], n_prompt=160)
@@ -231,10 +231,9 @@ def test_a_block_that_goes_before_it_is_read_is_not_missed(
 
 
 @pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
-def test_branches_that_go_one_after_another_are_not_mixed_up(
+def test_fed_ids_and_caches_are_of_one_branch_while_branches_disappear(
     talk: Conversations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fed ids and restored caches are of the same branch."""
     text = synthetic_text(1400, seed=3)
     ids = list(talk.loaded.tokenizer.encode(text))
     for n in range(5):
@@ -246,7 +245,7 @@ def test_branches_that_go_one_after_another_are_not_mixed_up(
     gone: list[bytes] = []
 
     def remove_and_read(wanted: Any, root: Any) -> Any:
-        blocks = [one for one in wanted if isinstance(one, Block)]
+        blocks = [record for record in wanted if isinstance(record, Block)]
         if len(blocks) > 1:
             gone.append(blocks[1].key)
             block_path(talk.store.folder, gone[-1]).unlink()
@@ -258,8 +257,8 @@ def test_branches_that_go_one_after_another_are_not_mixed_up(
     assert_same_logits(talk, fed, caches, outcome.n_reused)
 
 
-def test_what_an_aborted_restore_has_read_is_not_trusted(tmp_path: Path) -> None:
-    """Its canary never ran, so the next restore must run one, although all blocks are in RAM."""
+def test_blocks_that_an_aborted_restore_read_still_need_a_canary(tmp_path: Path) -> None:
+    """The aborted restore ran no canary, so the next one must, although all blocks are in RAM."""
     model = selftest_model()
     spec = probe_model(model)
     loaded = LoadedModel(model, None, spec, "model", None)
@@ -281,7 +280,7 @@ def test_what_an_aborted_restore_has_read_is_not_trusted(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
-def test_a_restore_teaches_the_rate_of_each_tier(
+def test_a_restore_measures_the_rate_of_its_tier(
     talk: Conversations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_module, "MIN_RESTORE_BYTES", 1)
@@ -297,7 +296,9 @@ def test_a_restore_teaches_the_rate_of_each_tier(
 
 @pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
 @pytest.mark.parametrize("damaged", [0, 1])
-def test_after_a_failed_check_an_intact_block_is_found(talk: Conversations, damaged: int) -> None:
+def test_an_intact_block_replaces_a_damaged_block_with_the_same_tokens(
+    talk: Conversations, damaged: int
+) -> None:
     """Two blocks have the tokens that the prompt needs; if one is damaged, the other is used."""
     ids = sampled_turn(talk.loaded, 1040)
     for end in ([5, 6, 7], [8, 9, 10]):
@@ -322,7 +323,7 @@ def test_after_a_failed_check_an_intact_block_is_found(talk: Conversations, dama
 
 
 @pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
-def test_damage_of_another_tenants_blocks_is_not_said(talk: Conversations) -> None:
+def test_damage_of_another_tenants_block_is_not_reported(talk: Conversations) -> None:
     """Another tenant's block is found damaged while a prompt is looked up."""
     ids = sampled_turn(talk.loaded, 300)
     talk.remember(ids, n_prompt=200)
@@ -336,7 +337,7 @@ def test_damage_of_another_tenants_blocks_is_not_said(talk: Conversations) -> No
 
 
 @pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
-def test_a_few_tokens_of_a_template_in_common_are_nothing_alike(talk: Conversations) -> None:
+def test_a_few_shared_template_tokens_count_as_nothing_alike(talk: Conversations) -> None:
     ids = sampled_turn(talk.loaded, 300)
     talk.remember(ids, n_prompt=200)
     other = [*ids[:6], *(i + 1 if i < 400 else i - 1 for i in ids[6:250])]
@@ -345,7 +346,7 @@ def test_a_few_tokens_of_a_template_in_common_are_nothing_alike(talk: Conversati
 
 
 @pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
-def test_a_hot_prompt_is_decoded_once_and_hashed_once(
+def test_a_prompt_in_ram_is_decoded_and_hashed_once(
     talk: Conversations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = sampled_turn(talk.loaded, 6 * 256)
@@ -371,20 +372,20 @@ def test_a_hot_prompt_is_decoded_once_and_hashed_once(
         monkeypatch.setattr(module, "block_key", counted_key)
     new = sampled_turn(talk.loaded, 80)
     talk.remember([*ids, *new], n_prompt=len(ids) + 40)
-    # And the last two blocks: at the end of the match, and at the begin of the next turn.
+    # The last two blocks are decoded again: at the end of the match, and when the turn begins.
     assert decoded[0] <= len(ids) + 40 + 4 * 256, decoded
     assert hashed[0] <= 6 + 4, hashed
 
 
 @pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
-def test_only_what_is_in_ram_is_joined_whole(
+def test_only_blocks_in_ram_are_joined_in_one_operation(
     talk: Conversations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = sampled_turn(talk.loaded, 600)
     talk.remember(ids, n_prompt=350)
     ways: list[str] = []
 
-    def noted(way: str, method: Any) -> Any:
+    def recorded(way: str, method: Any) -> Any:
         def call(self: _Buffers) -> None:
             ways.append(way)
             method(self)
@@ -392,7 +393,7 @@ def test_only_what_is_in_ram_is_joined_whole(
         return call
 
     for way in ("join", "place"):
-        monkeypatch.setattr(_Buffers, way, noted(way, getattr(_Buffers, way)))
+        monkeypatch.setattr(_Buffers, way, recorded(way, getattr(_Buffers, way)))
     talk.ask([*ids, 5])
     assert ways == ["join"]
     ways.clear()
@@ -400,12 +401,12 @@ def test_only_what_is_in_ram_is_joined_whole(
     talk.ask([*ids, 5])
     assert set(ways) == {"place"}
     ways.clear()
-    talk.ask([*ids, 5])  # what was read from disk is in RAM now
+    talk.ask([*ids, 5])  # the blocks are in RAM now
     assert ways == ["join"]
 
 
 @pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
-def test_what_a_complete_restore_has_read_is_hot(talk: Conversations) -> None:
+def test_blocks_of_a_complete_restore_stay_in_ram(talk: Conversations) -> None:
     ids = sampled_turn(talk.loaded, 300)
     talk.remember(ids, n_prompt=200)
     talk.forget_hot_blocks()
@@ -419,10 +420,10 @@ def test_another_models_blocks_are_not_found(talk: Conversations) -> None:
     assert other.ask(ids)[2].kind is Kind.MISS
 
 
-def test_what_a_model_without_facts_does_not_continue_from_is_computed(
+def test_without_facts_a_failed_canary_computes_the_prompt(
     talk: Conversations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of it is in RAM, where nothing is damaged, so a known model needs no check."""
+    """All blocks are in RAM, so a model with facts runs no canary."""
     ids = [i * 7 % 300 + 5 for i in range(600)]
     talk.remember(ids, 590)
     n_checked = 0

@@ -1,4 +1,4 @@
-"""How many messages a restore of several ranks takes, and what the ranks restore."""
+"""Ranks exchange few messages to agree on the tokens that they restore."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.parametrize("loaded", ["byte-level"], indirect=True)
 
 
 class TwoRanks(Ranks):
-    """Rank 0 of two. The other reports the same, but has at most `n_other` tokens."""
+    """Rank 0 of two. The other rank reports the same, but at most `n_other` tokens."""
 
     def __init__(self, n_other: int = 1 << 40) -> None:
         super().__init__(2, 0)
@@ -47,7 +47,7 @@ def stored(talk: Conversations) -> Conversations:
     return talk
 
 
-def test_a_restore_from_ram_has_one_exchange(stored: Conversations) -> None:
+def test_a_restore_from_ram_takes_one_exchange(stored: Conversations) -> None:
     ranks = TwoRanks()
     assert restored(stored, ranks).outcome.n_reused >= 600
     assert ranks.topics == ["how much is restored"]
@@ -61,7 +61,7 @@ def test_a_restore_from_disk_also_agrees_on_the_canary(stored: Conversations) ->
 
 
 @pytest.mark.parametrize("step", ["_point", "_joined"])
-def test_a_rank_that_cannot_look_up_reports_nothing_in_the_same_exchange(
+def test_a_failed_lookup_restores_nothing_after_one_exchange(
     stored: Conversations, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     def fail(*args: Any) -> Any:
@@ -73,7 +73,7 @@ def test_a_rank_that_cannot_look_up_reports_nothing_in_the_same_exchange(
     assert ranks.topics == ["how much is restored"]
 
 
-def test_if_the_other_rank_has_less_both_restore_that(stored: Conversations) -> None:
+def test_both_ranks_restore_the_smaller_number_of_tokens(stored: Conversations) -> None:
     ranks = TwoRanks(n_other=300)
     reuse = restored(stored, ranks)
     assert 0 < reuse.outcome.n_reused <= 300 and reuse.caches is not None

@@ -18,7 +18,7 @@ from mlx_lm_kvpersist.request.memory import CRITICAL, NORMAL, WARNING, cgroup_by
     ("level", "expected"),
     [(1, NORMAL), (2, WARNING), (4, CRITICAL), (0, NORMAL), (9, NORMAL)],
 )
-def test_the_pressure_is_that_of_the_system(
+def test_memory_pressure_follows_the_macos_level(
     monkeypatch: pytest.MonkeyPatch, level: int, expected: int
 ) -> None:
     def sysctlbyname(name: bytes, value: Any, *sizes: Any) -> int:
@@ -34,7 +34,7 @@ def test_the_pressure_is_that_of_the_system(
     assert pressure_level() == NORMAL
 
 
-def test_limits_of_control_groups_count(tmp_path: Path) -> None:
+def test_limits_of_all_control_groups_are_read(tmp_path: Path) -> None:
     def write(name: str, text: str) -> None:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,10 +51,10 @@ def test_limits_of_control_groups_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("working_set", [None, 12 << 30])
-def test_a_system_without_proc_offers_a_part_of_its_memory(
+def test_without_proc_offered_memory_follows_metal_or_the_page_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, working_set: int | None
 ) -> None:
-    """macOS has no /proc. There Metal recommends a size; MLX on its CPU does not."""
+    """macOS has no /proc. Metal recommends a size; MLX on the CPU does not."""
     info = {} if working_set is None else {"max_recommended_working_set_size": working_set}
     monkeypatch.setattr(mx, "device_info", lambda: info)
     monkeypatch.setattr(mx, "get_active_memory", lambda: 5)

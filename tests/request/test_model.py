@@ -13,7 +13,7 @@ FULL = LayerGroup("0", GroupKind.FULL, "KVCache", (0,), SHAPE, SHAPE)
 SLIDING = LayerGroup("1", GroupKind.SLIDING, "RotatingKVCache", (1,), SHAPE, SHAPE, window=256)
 
 
-def test_layers_in_their_own_precision_and_windows_are_told_apart() -> None:
+def test_the_description_distinguishes_full_precision_and_windows() -> None:
     full = ModelCacheSpec((FULL,), [KVCache()])
     assert described(full) == (
         "512 B a token, full precision; replies in batches, attention as in mlx-lm"

@@ -1,4 +1,4 @@
-"""Replies that clients send back: when the model's own ids are fed, and what the model reads."""
+"""Replies that clients send back: when original ids are fed, and which text is read."""
 
 from __future__ import annotations
 
@@ -114,12 +114,12 @@ def chat_with(tokenizer: Any, store: BlockStore, template: Template | str, **arg
 
 
 def reply_with(chat: Chat, text: str, **options: Any) -> ChatTurn:
-    ids = [*exactly(chat, text), chat.tokenizer.eos_token_id]
+    ids = [*byte_ids(chat, text), chat.tokenizer.eos_token_id]
     return chat.turn([QUESTION], ids, **options)
 
 
-def exactly(chat: Chat, text: str) -> list[int]:
-    """Return ids that decode to `text`, one for each byte: no tokenizer cuts text like this."""
+def byte_ids(chat: Chat, text: str) -> list[int]:
+    """Return an id for each byte of `text`: no tokenizer splits text like this."""
     single = {
         chat.tokens.to_bytes([i]): i
         for i in sorted(chat.tokenizer.get_vocab().values(), reverse=True)
@@ -134,7 +134,7 @@ def exactly(chat: Chat, text: str) -> list[int]:
     return ids
 
 
-def read(chat: Chat, ids: list[int]) -> str:
+def decoded(chat: Chat, ids: list[int]) -> str:
     return chat.tokens.decode(ids)
 
 
@@ -143,8 +143,8 @@ def follow_up(chat: Chat, turn: ChatTurn, **changes: Any) -> ChatTurn:
     return chat.turn([QUESTION, {**turn.message, **changes}, NEXT], [chat.tokenizer.eos_token_id])
 
 
-def is_fed_as_it_was(turn: ChatTurn, after: ChatTurn) -> bool:
-    """Tell whether a prompt begins with all that was read and produced in the turn before it."""
+def original_ids_are_fed(turn: ChatTurn, after: ChatTurn) -> bool:
+    """Tell whether a prompt begins with the ids that the turn before it read and produced."""
     own = [*turn.fed, *turn.reply[:-1]]
     return after.fed[: len(own)] == own and after.n_reused >= len(own)
 
@@ -154,23 +154,23 @@ def is_fed_as_it_was(turn: ChatTurn, after: ChatTurn) -> bool:
     text=[" yes", "yes ", "\n\nyes\n", "  yes", "yes", " ", "ü🎉 ü"],
     trim=["", "| trim"],
 )
-def test_white_space_of_a_reply_comes_back(
+def test_stripped_white_space_of_a_reply_is_restored(
     tokenizers: dict[str, Any], store: BlockStore, kind: str, text: str, trim: str
 ) -> None:
-    """The server drops a space in front, templates trim: still all stored tokens are found."""
+    """The server drops a leading space, and templates trim; all stored tokens are reused."""
     chat = chat_with(tokenizers[kind], store, Template(trim=trim))
     first = reply_with(chat, text)
     after = follow_up(chat, first)
-    assert is_fed_as_it_was(first, after)
-    plain = read(chat, after.rendered)
+    assert original_ids_are_fed(first, after)
+    plain = decoded(chat, after.rendered)
     sent = first.message["content"]
     content = sent.strip() if trim else sent
     at = plain.rindex("assistant\n", 0, plain.rindex("And then?") - 20) + len("assistant\n")
-    assert read(chat, after.fed) == plain[:at] + text + plain[at + len(content) :]
+    assert decoded(chat, after.fed) == plain[:at] + text + plain[at + len(content) :]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("metaspace")])
-def test_a_template_that_writes_a_space_before_content(
+def test_a_space_that_the_template_writes_is_fed_once(
     tokenizers: dict[str, Any], store: BlockStore, kind: str
 ) -> None:
     """No space is added, and none is lost."""
@@ -178,34 +178,36 @@ def test_a_template_that_writes_a_space_before_content(
     chat = chat_with(tokenizers[kind], store, template)
     first = reply_with(chat, " Hello there")
     after = follow_up(chat, first)
-    assert read(chat, after.fed) == read(chat, after.rendered)
-    assert "[INST] Hello" in read(chat, after.fed)
-    assert is_fed_as_it_was(first, after)
-    # A reply without the space: what the template writes is not the reply's.
+    assert decoded(chat, after.fed) == decoded(chat, after.rendered)
+    assert "[INST] Hello" in decoded(chat, after.fed)
+    assert original_ids_are_fed(first, after)
+    # For a reply without the space, the template's space is not part of the reply.
     chat = chat_with(tokenizers[kind], store, template)
     after = follow_up(chat, reply_with(chat, "Hello there"))
     assert after.fed == after.rendered
 
 
-def test_white_space_behind_a_reply_stays(tokenizers: dict[str, Any], store: BlockStore) -> None:
+def test_white_space_that_the_template_adds_after_a_reply_is_kept(
+    tokenizers: dict[str, Any], store: BlockStore
+) -> None:
     chat = chat_with(tokenizers["metaspace-first"], store, Template(tail=" ", end="EOS"))
     after = follow_up(chat, reply_with(chat, " Hello"))
-    assert read(chat, after.fed) == read(chat, after.rendered)
-    assert "Hello </s>" in read(chat, after.fed)
+    assert decoded(chat, after.fed) == decoded(chat, after.rendered)
+    assert "Hello </s>" in decoded(chat, after.fed)
 
 
 @pytest.mark.parametrize("text", ["cafe\u0301", "A\u030a ngstro\u0308m"])
-def test_a_reply_that_is_not_in_nfc(
+def test_a_reply_that_is_not_in_nfc_keeps_its_original_ids(
     tokenizers: dict[str, Any], store: BlockStore, text: str
 ) -> None:
-    """The tokenizer normalises the text that comes back: only the ids are the model's own."""
+    """The tokenizer normalises the returned text, so its ids are not the original ids."""
     chat = chat_with(tokenizers["byte-level-nfc"], store, Template())
     first = reply_with(chat, text)
     assert first.message["content"] == text
     after = follow_up(chat, first)
-    assert text not in read(chat, after.rendered)
-    assert text in read(chat, after.fed)
-    assert is_fed_as_it_was(first, after)
+    assert text not in decoded(chat, after.rendered)
+    assert text in decoded(chat, after.fed)
+    assert original_ids_are_fed(first, after)
 
 
 THINKING = (
@@ -233,10 +235,10 @@ def thinking(kept: bool = False, opened: bool = False) -> str:
 
 @pytest.mark.parametrize("opened", [False, True], ids=["model-opens", "template-opens"])
 @pytest.mark.parametrize("arguments", ['{"b":1,"a":[2]}', '{ "a" : [2], "b" : 1 }'])
-def test_a_tool_call_after_reasoning(
+def test_a_tool_call_after_reasoning_keeps_its_original_ids(
     tokenizers: dict[str, Any], store: BlockStore, opened: bool, arguments: str
 ) -> None:
-    """However the client serialises the call, and whatever white space is around thinking."""
+    """The client may serialise the call differently; white space around reasoning may change."""
     chat = chat_with(tokenizers["byte-level"], store, thinking(opened=opened))
     begin = "" if opened else "<think>\n"
     first = reply_with(chat, f"{begin}Where is it?\n</think>\n\n\nLet me.\n\n{CALL}")
@@ -246,17 +248,17 @@ def test_a_tool_call_after_reasoning(
     calls[0]["function"]["arguments"] = arguments
     end = [chat.tokenizer.eos_token_id]
     after = chat.turn([QUESTION, first.message, RESULT], end)
-    assert is_fed_as_it_was(first, after)
-    assert CALL in read(chat, after.fed) and "seen" in read(chat, after.fed)
-    # Other arguments make another call, and other thoughts make other reasoning.
+    assert original_ids_are_fed(first, after)
+    assert CALL in decoded(chat, after.fed) and "seen" in decoded(chat, after.fed)
+    # Edited arguments and edited reasoning do not get the original ids.
     edited = json.loads(json.dumps(first.message))
     edited["tool_calls"][0]["function"]["arguments"] = '{"b": 2, "a": [2]}'
-    assert not is_fed_as_it_was(first, chat.turn([QUESTION, edited, RESULT], end))
+    assert not original_ids_are_fed(first, chat.turn([QUESTION, edited, RESULT], end))
     edited = {**first.message, "reasoning": "Where was it?"}
-    assert not is_fed_as_it_was(first, chat.turn([QUESTION, edited, RESULT], end))
+    assert not original_ids_are_fed(first, chat.turn([QUESTION, edited, RESULT], end))
 
 
-def test_thinking_that_the_template_drops_is_not_fed(
+def test_reasoning_that_the_template_drops_is_not_fed(
     tokenizers: dict[str, Any], store: BlockStore
 ) -> None:
     chat = chat_with(tokenizers["byte-level"], store, thinking())
@@ -264,29 +266,29 @@ def test_thinking_that_the_template_drops_is_not_fed(
     for changes in ({}, {"reasoning": ""}):
         after = follow_up(chat, first, **changes)
         assert after.fed == after.rendered
-        assert "Where" not in read(chat, after.fed)
+        assert "Where" not in decoded(chat, after.fed)
     kept = chat_with(tokenizers["byte-level"], store, thinking(kept=True))
     first = reply_with(kept, "<think>\n\nWhere is it?</think>There.")
-    assert is_fed_as_it_was(first, follow_up(kept, first))
-    assert not is_fed_as_it_was(first, follow_up(kept, first, reasoning=""))
+    assert original_ids_are_fed(first, follow_up(kept, first))
+    assert not original_ids_are_fed(first, follow_up(kept, first, reasoning=""))
 
 
-def test_a_prompt_that_was_another_when_the_reply_was_made(
+def test_original_ids_are_not_fed_after_a_changed_prompt(
     tokenizers: dict[str, Any], store: BlockStore
 ) -> None:
-    """Other tools, other template arguments, another date: the ids do not follow this prompt."""
+    """Tools, template arguments or the date may have changed since the reply."""
     source = "{{ '<|im_start|>system\\n' + day + '<|im_end|>\\n' }}" + Template().source(
         "<|im_end|>"
     )
     chat = chat_with(tokenizers["byte-level"], store, source, day="Monday")
     first = reply_with(chat, " yes")
-    assert is_fed_as_it_was(first, follow_up(chat, first))
+    assert original_ids_are_fed(first, follow_up(chat, first))
     chat.template_args["day"] = "Sunday"
     after = follow_up(chat, first)
     assert after.fed == after.rendered
 
 
-def test_only_in_the_conversation_that_led_to_it(
+def test_original_ids_are_fed_only_in_the_same_conversation(
     tokenizers: dict[str, Any], store: BlockStore
 ) -> None:
     chat = chat_with(tokenizers["byte-level"], store, Template())
@@ -295,7 +297,7 @@ def test_only_in_the_conversation_that_led_to_it(
     end = [chat.tokenizer.eos_token_id]
     parts = [{"type": "text", "text": "y"}, {"type": "text", "text": "es"}]
     for content in ("yes", parts):
-        assert is_fed_as_it_was(first, follow_up(chat, first, content=content))
+        assert original_ids_are_fed(first, follow_up(chat, first, content=content))
     call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
     for messages in (
         [{**QUESTION, "content": "What was it?"}, reply, NEXT],
@@ -306,26 +308,26 @@ def test_only_in_the_conversation_that_led_to_it(
         [QUESTION, {**reply, "tool_calls": [call]}, NEXT],
     ):
         turn = chat.turn(messages, end)
-        assert " yes" not in read(chat, turn.fed).replace("yes ", "")
+        assert " yes" not in decoded(chat, turn.fed).replace("yes ", "")
 
 
-def test_two_equal_replies_of_one_conversation(
+def test_equal_replies_of_one_conversation_keep_their_own_ids(
     tokenizers: dict[str, Any], store: BlockStore
 ) -> None:
     chat = chat_with(tokenizers["byte-level"], store, Template())
     first = reply_with(chat, " ok")
     second = chat.turn(
-        [QUESTION, first.message, NEXT], [*exactly(chat, "ok "), chat.tokenizer.eos_token_id]
+        [QUESTION, first.message, NEXT], [*byte_ids(chat, "ok "), chat.tokenizer.eos_token_id]
     )
     second.message["content"] = second.message["content"].strip()
     third = chat.turn([QUESTION, first.message, NEXT, second.message, NEXT], [0])
-    assert is_fed_as_it_was(first, second)
-    assert read(chat, third.fed).count("\n ok<") == 1  # the second was edited: "ok " was sent
+    assert original_ids_are_fed(first, second)
+    assert decoded(chat, third.fed).count("\n ok<") == 1  # the second was edited: "ok " was sent
     fourth = chat.turn(
-        [QUESTION, first.message, NEXT], [*exactly(chat, " ok"), chat.tokenizer.eos_token_id]
+        [QUESTION, first.message, NEXT], [*byte_ids(chat, " ok"), chat.tokenizer.eos_token_id]
     )
     fifth = chat.turn([QUESTION, first.message, NEXT, fourth.message, NEXT], [0])
-    assert is_fed_as_it_was(fourth, fifth)
+    assert original_ids_are_fed(fourth, fifth)
 
 
 @pytest.mark.parametrize("stop", ["END", "\n\n"])
@@ -333,27 +335,27 @@ def test_a_reply_is_fed_up_to_its_stop_string(
     tokenizers: dict[str, Any], store: BlockStore, stop: str
 ) -> None:
     chat = chat_with(tokenizers["byte-level"], store, Template())
-    ids = [*exactly(chat, " yes"), *exactly(chat, stop)]
+    ids = [*byte_ids(chat, " yes"), *byte_ids(chat, stop)]
     first = chat.turn([QUESTION], ids, stop_words=[stop])
     assert first.message["content"].strip() == "yes"
     after = follow_up(chat, first)
-    own = [*first.fed, *exactly(chat, " yes")]
+    own = [*first.fed, *byte_ids(chat, " yes")]
     assert after.fed[: len(own)] == own and after.n_reused >= len(own)
-    assert stop + "<|im_end|>" not in read(chat, after.fed)
+    assert stop + "<|im_end|>" not in decoded(chat, after.fed)
 
 
 @every_pair(
     kind=KINDS, trim=["", "| trim"], text=[" yes and so", "caf\u00e9  on", " 🎉🎉 on\n\nand"]
 )
-def test_any_beginning_of_an_interrupted_reply_is_found(
+def test_any_beginning_of_an_interrupted_reply_keeps_its_original_ids(
     tokenizers: dict[str, Any], store: BlockStore, kind: str, trim: str, text: str
 ) -> None:
-    """Nobody knows how much of the reply its client has read."""
+    """The server does not know how much of the reply its client has read."""
     chat = chat_with(tokenizers[kind], store, Template(trim=trim))
-    reply = exactly(chat, text)
+    reply = byte_ids(chat, text)
     first = chat.turn([QUESTION], reply, finish_reason="length")
-    whole = read(chat, reply)
-    ends = {n: read(chat, reply[:n]) for n in range(1, len(reply))}
+    whole = decoded(chat, reply)
+    ends = {n: decoded(chat, reply[:n]) for n in range(1, len(reply))}
     for n, beginning in ends.items():
         if not beginning.strip() or "\ufffd" in beginning:
             continue
@@ -363,14 +365,14 @@ def test_any_beginning_of_an_interrupted_reply_is_found(
             own = own[: len(first.fed) + len(beginning.rstrip().encode())]
         assert after.fed[: len(own)] == own, (whole, beginning)
         assert after.n_reused >= len(own) - 1
-        assert read(chat, after.fed).count(beginning.rstrip() if trim else beginning) == 1
+        assert decoded(chat, after.fed).count(beginning.rstrip() if trim else beginning) == 1
 
 
-def test_what_only_resembles_an_interrupted_reply_is_fed_as_it_is_rendered(
+def test_text_that_resembles_an_interrupted_reply_is_fed_as_rendered(
     tokenizers: dict[str, Any], store: BlockStore
 ) -> None:
     chat = chat_with(tokenizers["byte-level"], store, Template())
-    first = chat.turn([QUESTION], exactly(chat, " yes and so"), finish_reason="length")
+    first = chat.turn([QUESTION], byte_ids(chat, " yes and so"), finish_reason="length")
     for content in ("no and so", "yes and so on", "yes an so", "s and so", "", " "):
         after = follow_up(chat, first, content=content)
         assert after.fed == after.rendered
@@ -380,13 +382,13 @@ def test_what_only_resembles_an_interrupted_reply_is_fed_as_it_is_rendered(
 
 
 @pytest.mark.parametrize("is_sent_first", [True, False])
-def test_a_later_answer_to_the_same_question_hides_none_that_was_cut(
+def test_a_second_interrupted_reply_does_not_hide_the_first(
     tokenizers: dict[str, Any],
     store: BlockStore,
     monkeypatch: pytest.MonkeyPatch,
     is_sent_first: bool,
 ) -> None:
-    """Whether the ids of a reply are known first, or the text that its client got."""
+    """Either the ids of a reply or the text that its client received is known first."""
     chat = chat_with(tokenizers["byte-level"], store, Template())
     options: dict[str, Any] = {"isolated": False, "step_s": 0.0, "memory": mock.MagicMock()}
     serving = Serving(store, chat.loaded, print, **options)
@@ -403,29 +405,31 @@ def test_a_later_answer_to_the_same_question_hides_none_that_was_cut(
 
     monkeypatch.setattr("tests.support.chat.remember", as_served)
     first, second = (
-        chat.turn([QUESTION], exactly(chat, said), finish_reason="length")
+        chat.turn([QUESTION], byte_ids(chat, said), finish_reason="length")
         for said in (" yes and", " no but")
     )
     for turn in (first, second):
         assert follow_up(chat, turn).fed[: turn.n_total] == [*turn.fed, *turn.reply]
 
 
-def test_a_reply_that_max_tokens_cut(tokenizers: dict[str, Any], store: BlockStore) -> None:
+def test_a_reply_cut_by_max_tokens_keeps_its_original_ids(
+    tokenizers: dict[str, Any], store: BlockStore
+) -> None:
     chat = chat_with(tokenizers["byte-level"], store, Template())
-    first = chat.turn([QUESTION], exactly(chat, " yes and"), finish_reason="length")
+    first = chat.turn([QUESTION], byte_ids(chat, " yes and"), finish_reason="length")
     after = follow_up(chat, first)
     assert after.fed[: first.n_total] == [*first.fed, *first.reply]
-    assert read(chat, after.fed).count(" yes and<|im_end|>") == 1
+    assert decoded(chat, after.fed).count(" yes and<|im_end|>") == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("said", [b" so ", " so 🎉".encode()[:-2], b" so\xff \xff\xff"])
-def test_all_that_was_sent_of_a_reply_that_max_tokens_cut_is_fed(
+def test_all_sent_tokens_of_a_cut_reply_are_fed(
     tokenizers: dict[str, Any], store: BlockStore, kind: str, said: bytes
 ) -> None:
     chat = chat_with(tokenizers[kind], store, Template())
-    byte = {chat.tokens.to_bytes([i]): i for i in sorted(chat.tokenizer.get_vocab().values())}
-    ids = [byte[bytes([n])] for n in said]
+    id_of = {chat.tokens.to_bytes([i]): i for i in sorted(chat.tokenizer.get_vocab().values())}
+    ids = [id_of[bytes([n])] for n in said]
     first = chat.turn([QUESTION], ids, finish_reason="length")
     sent = ids[: len(ids) - n_not_sent(chat.tokenizer, ids)]
     after = follow_up(chat, first)
@@ -433,28 +437,28 @@ def test_all_that_was_sent_of_a_reply_that_max_tokens_cut_is_fed(
     assert after.fed[: len(first.fed) + len(sent)] == [*first.fed, *sent]
     assert after.n_reused == len(first.fed) + len(sent)
     end = chat.tokenizer.eos_token
-    *_, behind = read(chat, after.rendered).split(end, 2)
-    assert read(chat, after.fed) == read(chat, [*first.fed, *sent]) + end + behind
+    *_, behind = decoded(chat, after.rendered).split(end, 2)
+    assert decoded(chat, after.fed) == decoded(chat, [*first.fed, *sent]) + end + behind
 
 
-def test_a_reply_that_ends_inside_a_character(
+def test_a_reply_that_ends_inside_a_character_is_fed_as_sent(
     tokenizers: dict[str, Any], store: BlockStore
 ) -> None:
     chat = chat_with(tokenizers["byte-level"], store, Template())
-    ids = [*exactly(chat, " so 🎉")[:-2], chat.tokenizer.eos_token_id]
+    ids = [*byte_ids(chat, " so 🎉")[:-2], chat.tokenizer.eos_token_id]
     first = chat.turn([QUESTION], ids)
     after = follow_up(chat, first)
     if first.message["content"].endswith("\ufffd"):
-        assert is_fed_as_it_was(first, after)
-    else:  # mlx-lm 0.31.3 does not send what is incomplete
+        assert original_ids_are_fed(first, after)
+    else:  # mlx-lm 0.31.3 does not send an incomplete character
         assert after.fed == after.rendered
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_replies_of_any_bytes_are_found_again(
+def test_replies_of_random_bytes_are_reused_completely(
     tokenizers: dict[str, Any], store: BlockStore, kind: str
 ) -> None:
-    """A model that samples at random: bytes without a character, bytes 0, spaces at the ends."""
+    """The replies have incomplete characters, zero bytes, and spaces at their ends."""
     tokenizer = tokenizers[kind]
     special = set(tokenizer.get_added_vocab().values()) | set(tokenizer.all_special_ids)
     plain = sorted(set(tokenizer.get_vocab().values()) - special)
@@ -470,10 +474,10 @@ def test_replies_of_any_bytes_are_found_again(
             before = turn.n_total - n_not_sent(tokenizer, turn.reply)
 
 
-def test_a_reply_that_was_not_remembered_costs_what_differs_alone(
+def test_a_reply_without_stored_ids_is_reused_to_the_first_difference(
     tokenizers: dict[str, Any], store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a kill before it was written: its text matches up to the first difference."""
+    """After an early kill the reply's ids are lost; its text matches up to the first difference."""
     chat = chat_with(tokenizers["byte-level"], store, Template())
     byte = {chat.tokens.to_bytes([i]): i for i in chat.tokenizer.get_vocab().values()}
     said = [byte[bytes([n])] for n in b"~\xff^~^~\0 yes"]
@@ -481,13 +485,13 @@ def test_a_reply_that_was_not_remembered_costs_what_differs_alone(
         lost.setattr("tests.support.chat.remember", lambda *args: None)
         first = chat.turn([QUESTION], said, finish_reason="length")
     talk = [QUESTION, first.message, NEXT]
-    second = chat.turn(talk, exactly(chat, " yes"), finish_reason="length")
+    second = chat.turn(talk, byte_ids(chat, " yes"), finish_reason="length")
     assert second.n_reused == len(first.fed) + said.index(byte[b"\0"])
     talk += [second.message, NEXT]
-    assert chat.turn(talk, exactly(chat, "no")).n_reused >= second.n_total
+    assert chat.turn(talk, byte_ids(chat, "no")).n_reused >= second.n_total
 
 
-def test_an_empty_reply(tokenizers: dict[str, Any], store: BlockStore) -> None:
+def test_an_empty_reply_is_fed_as_rendered(tokenizers: dict[str, Any], store: BlockStore) -> None:
     chat = chat_with(tokenizers["byte-level"], store, Template())
     first = reply_with(chat, "")
     after = follow_up(chat, first)
@@ -495,7 +499,7 @@ def test_an_empty_reply(tokenizers: dict[str, Any], store: BlockStore) -> None:
     assert after.n_reused == first.n_total
 
 
-def test_a_template_that_does_more_than_to_place_a_reply(
+def test_a_reply_that_the_template_transforms_is_fed_as_rendered(
     tokenizers: dict[str, Any], store: BlockStore
 ) -> None:
     for change in ("| upper", "| length | string", "[1:]", ".replace('yes', '')"):
@@ -504,7 +508,9 @@ def test_a_template_that_does_more_than_to_place_a_reply(
         assert after.fed == after.rendered
 
 
-def test_segments_survive_another_spelling(tokenizers: dict[str, Any], store: BlockStore) -> None:
+def test_retokenizing_a_prompt_keeps_its_segments(
+    tokenizers: dict[str, Any], store: BlockStore
+) -> None:
     chat = chat_with(tokenizers["byte-level"], store, Template())
     first = reply_with(chat, " yes")
     messages = [QUESTION, first.message, NEXT]
@@ -531,13 +537,13 @@ templates = st.builds(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(template=templates, kind=st.sampled_from(KINDS), data=st.data())
-def test_what_is_read_differs_from_the_rendering_in_replies_only(
+def test_the_fed_text_differs_from_the_rendering_only_in_replies(
     tokenizers: dict[str, Any], store: BlockStore, template: Template, kind: str, data: Any
 ) -> None:
-    """The text of a reply is its rendering, or the text of its ids: nothing else."""
+    """The text of a reply is either its rendering or the text of its original ids."""
     tokenizer = tokenizers[kind]
     chat = chat_with(tokenizer, store, template)
-    words = [exactly(chat, text) for text in (" ", "\n", "a", " b", "é", "é"[:1])]
+    words = [byte_ids(chat, text) for text in (" ", "\n", "a", " b", "é", "é"[:1])]
     used = sorted(tokenizer.get_vocab().values())
     random_ids = st.sampled_from([i for i in used if i not in tokenizer.all_special_ids])
     piece = st.sampled_from(words) | st.lists(random_ids, min_size=1, max_size=4)
@@ -562,17 +568,17 @@ def assert_reads_as_rendered(
     messages: list[Message],
     replies: list[list[int]],
 ) -> None:
-    """Fit the text that was fed to the rendering, each reply rendered or its own."""
+    """Check that the fed text is the rendering, with each reply as rendered or as produced."""
     assistant = [message for message in messages if message["role"] == "assistant"]
-    whole = read(chat, turn.rendered)
+    whole = decoded(chat, turn.rendered)
     opening = template.opening.removeprefix("<|im_start|>")
     pattern, at = "", 0
     for message, reply in zip(assistant, replies, strict=True):
         start = whole.index(opening, at) + len(opening)
         pattern += re.escape(whole[at:start])
-        content = read_again(chat, template.of_reply(message["content"]))
+        content = decoded_after_break(chat, template.of_reply(message["content"]))
         at = whole.index(content, start) + len(content)
-        as_rendered, own = whole[start:at], read(chat, reply)
+        as_rendered, own = whole[start:at], decoded(chat, reply)
         choices = [as_rendered]
         if "".join(own.split()) == "".join(as_rendered.split()):
             lead, tail = blank_ends(as_rendered)
@@ -581,19 +587,19 @@ def assert_reads_as_rendered(
                 choices.append(own)
         pattern += "(?:" + "|".join(map(re.escape, choices)) + ")"
     pattern += re.escape(whole[at:])
-    assert re.fullmatch(pattern, read(chat, turn.fed)), (whole, read(chat, turn.fed))
+    assert re.fullmatch(pattern, decoded(chat, turn.fed)), (whole, decoded(chat, turn.fed))
 
 
 def blank_ends(text: str) -> tuple[str, str]:
     return text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
 
 
-def read_again(chat: Chat, text: str) -> str:
-    """Return text as it is read after a line break: normalised, without a space in front."""
-    return read(chat, chat.encode("\n" + text)).removeprefix(" ").removeprefix("\n")
+def decoded_after_break(chat: Chat, text: str) -> str:
+    """Return text as decoded after a line break: normalised, without a leading space."""
+    return decoded(chat, chat.encode("\n" + text)).removeprefix(" ").removeprefix("\n")
 
 
-def test_arguments_that_cannot_be_parsed_are_no_obstacle(store: BlockStore) -> None:
+def test_tool_calls_with_invalid_arguments_match_no_reply(store: BlockStore) -> None:
     for arguments in ("{", "[" * 100_000):
         function = {"name": "look", "arguments": arguments}
         message = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
@@ -605,7 +611,7 @@ def test_arguments_that_cannot_be_parsed_are_no_obstacle(store: BlockStore) -> N
     [{"ids": "no list"}, {"ids": [None]}, {"ids": [1 << 40]}, {"content": None}, {"more": 1}, None],
     ids=str,
 )
-def test_a_malformed_reply_of_another_server_is_none(
+def test_a_malformed_stored_reply_is_ignored(
     tokenizers: dict[str, Any], store: BlockStore, change: dict[str, object] | None
 ) -> None:
     chat = chat_with(tokenizers["byte-level"], store, Template(trim="| trim"))
@@ -615,4 +621,4 @@ def test_a_malformed_reply_of_another_server_is_none(
     store.commit(Commit(chat.root, (), replies={key: malformed.encode()}), [])
     after = follow_up(chat, first)
     assert after.fed[: len(first.fed)] == first.fed
-    assert read(chat, after.fed) == read(chat, after.rendered)
+    assert decoded(chat, after.fed) == decoded(chat, after.rendered)

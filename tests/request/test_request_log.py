@@ -1,4 +1,4 @@
-"""The last requests quote prompts only if that is wanted, and all are counted."""
+"""The log of the last requests, and the metrics of all requests."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from mlx_lm_kvpersist.request.outcome import (
 from mlx_lm_kvpersist.request.serving import RequestState
 
 
-def test_as_many_requests_are_remembered_as_are_shown() -> None:
+def test_the_log_keeps_a_limited_number_of_newest_requests() -> None:
     log = RequestLog()
     ids = [
         log.add(RequestState().record("m", Outcome(Kind.MISS, 9)))["id"] for _ in range(KEPT + 1)
     ]
     assert len(set(ids)) == KEPT + 1
-    assert [one["id"] for one in log.records()] == ids[:0:-1]
+    assert [record["id"] for record in log.records()] == ids[:0:-1]
 
 
-def test_a_prompt_is_quoted_only_where_that_is_wanted() -> None:
+def test_prompts_are_quoted_only_if_kept_and_text_is_wanted() -> None:
     quote = Divergence(5, 0, "user", 3, stored="a secret", asked="a question")
     outcome = Outcome(Kind.DIVERGE, 9, divergence=quote)
     hidden = {**vars(quote), "stored": None, "asked": None}
@@ -37,11 +37,11 @@ def test_a_prompt_is_quoted_only_where_that_is_wanted() -> None:
         RequestLog(with_text=False).add(RequestState("s").record("m", outcome))["divergence"]
         == hidden
     )
-    assert [one["divergence"] for one in log.records(with_text=False)] == [hidden, hidden]
-    assert [one["divergence"] for one in log.records()] == [hidden, vars(quote)]
+    assert [record["divergence"] for record in log.records(with_text=False)] == [hidden, hidden]
+    assert [record["divergence"] for record in log.records()] == [hidden, vars(quote)]
 
 
-def test_what_a_deleted_session_said_is_forgotten() -> None:
+def test_deleting_a_session_removes_its_records_and_all_quotes() -> None:
     log = RequestLog()
     quote = Divergence(0, None, None, None, stored="a secret", asked="a question")
     for name in ("deleted", "other", None):
@@ -54,7 +54,7 @@ def test_what_a_deleted_session_said_is_forgotten() -> None:
     assert "secret" in str(log.records()[0])
 
 
-def test_a_first_token_is_added_to_its_request() -> None:
+def test_the_time_of_the_first_token_is_added_to_its_record() -> None:
     log = RequestLog()
     first, second = (log.add(RequestState().record("m", Outcome(Kind.MISS, 9))) for _ in range(2))
     log.timed(first["id"], 0.25)
@@ -64,7 +64,7 @@ def test_a_first_token_is_added_to_its_request() -> None:
     assert (oldest["id"], oldest["first_token_s"]) == (first["id"], 0.25)
 
 
-def test_a_reply_that_did_not_begin_has_no_times() -> None:
+def test_metrics_count_no_times_for_a_reply_without_tokens() -> None:
     metrics = Metrics(lambda: None)
     for times_s in ([], [0.1], [0.1, 0.3, 0.4]):
         metrics.observe("MISS", times_s)
@@ -74,7 +74,7 @@ def test_a_reply_that_did_not_begin_has_no_times() -> None:
 
 
 def test_requests_are_counted_without_prometheus_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes 20 ms to import, and a reply would wait for that."""
+    """Importing prometheus_client takes 20 ms, and would delay a reply."""
     for name in ("prometheus_client", "prometheus_client.metrics_core"):
         monkeypatch.setitem(sys.modules, name, None)
     metrics = Metrics(lambda: None)
@@ -89,7 +89,7 @@ def test_requests_are_counted_without_prometheus_client(monkeypatch: pytest.Monk
     assert "kvpersist_inter_token_seconds_created" in text
 
 
-def test_a_time_is_in_all_buckets_that_end_at_it_or_later() -> None:
+def test_a_time_counts_in_buckets_with_an_equal_or_larger_bound() -> None:
     metrics = Metrics(lambda: None)
     metrics.observe("HIT", [0.1])
     metrics.observe("HIT", [300.0])
