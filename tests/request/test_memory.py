@@ -1,4 +1,4 @@
-"""The account of memory: promises to sequences, the pool's share, the device's limits."""
+"""The account of memory: claims of requests, the pool's share, the limits of the device."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def loaded(model: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def nothing_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_estimated_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accounts, "_INDEX_BYTES", 0)
     monkeypatch.setattr(accounts, "_RECORD_BYTES", 0)
 
@@ -78,7 +78,7 @@ def fill(store: BlockStore, n_blocks: int, n_bytes: int) -> list[bytes]:
 
 
 class Restores:
-    """Stands for the lookup of a prompt that begins with these blocks."""
+    """Replaces the lookup of a prompt that begins with these blocks."""
 
     restored_bytes = 0
 
@@ -110,19 +110,19 @@ def claim(order: int, n_tokens: int = 4000, lookup: Any = None) -> Claim:
     return Claim(order, n_tokens, lambda: False, lookup)
 
 
-def test_as_many_begin_as_fit(loaded: Any, store: BlockStore) -> None:
+def test_claims_are_admitted_while_memory_is_free(loaded: Any, store: BlockStore) -> None:
     memory = account(loaded, store)
     claims = [claim(i) for i in range(8)]
-    assert [memory.admits(one) for one in claims] == [True] * 5 + [False] * 3
-    assert [one.order for one in memory.waiting] == [5, 6, 7]
-    for one in claims[:5]:
-        memory.enters(one)
+    assert [memory.admits(candidate) for candidate in claims] == [True] * 5 + [False] * 3
+    assert [candidate.order for candidate in memory.waiting] == [5, 6, 7]
+    for candidate in claims[:5]:
+        memory.enters(candidate)
     assert memory.weigh((), [4000] * 5, 0) and not memory.admits(claims[5])
     assert memory.weigh([4000] * 4, (), 0) and memory.admits(claims[5])
     assert not memory.admits(claims[6])
 
 
-def test_alone_what_is_too_long_begins(loaded: Any, store: BlockStore) -> None:
+def test_a_too_long_prompt_can_enter_alone(loaded: Any, store: BlockStore) -> None:
     memory = account(loaded, store)
     long = claim(0, 1 << 20)
     assert not memory.admits(long)
@@ -134,7 +134,7 @@ def test_alone_what_is_too_long_begins(loaded: Any, store: BlockStore) -> None:
     assert memory.admits(claim(2))
 
 
-def test_shorter_ones_pass_but_the_oldest_gets_its_turn(loaded: Any, store: BlockStore) -> None:
+def test_a_limited_number_of_smaller_claims_pass_the_oldest(loaded: Any, store: BlockStore) -> None:
     memory = account(loaded, store)
     memory.weigh([4000] * 2, (), 0)
     long = claim(0, 15_000)
@@ -151,7 +151,7 @@ def test_shorter_ones_pass_but_the_oldest_gets_its_turn(loaded: Any, store: Bloc
     assert memory.admits(long)
 
 
-def test_who_gives_up_stands_in_nobodys_way(loaded: Any, store: BlockStore) -> None:
+def test_a_claim_that_is_over_blocks_no_other_claim(loaded: Any, store: BlockStore) -> None:
     memory = account(loaded, store)
     memory.weigh([4000] * 5, (), 0)
     first = claim(0)
@@ -161,7 +161,7 @@ def test_who_gives_up_stands_in_nobodys_way(loaded: Any, store: BlockStore) -> N
     assert memory.admits(claim(1))
 
 
-def test_the_pool_gets_what_is_left_but_a_share_at_least(loaded: Any, store: BlockStore) -> None:
+def test_the_pool_shrinks_as_claims_are_admitted(loaded: Any, store: BlockStore) -> None:
     memory = account(loaded, store)
     before = store.pool.max_bytes
     assert memory.pool_bytes < before <= 64 * MIB
@@ -174,7 +174,7 @@ def test_the_pool_gets_what_is_left_but_a_share_at_least(loaded: Any, store: Blo
 
 
 @pytest.mark.parametrize(("room", "n_read"), [(0, 3000), (512, 3512), (2000, 4000)])
-def test_a_step_dequantizes_spare_room_up_to_a_quarter(
+def test_step_memory_counts_spare_room_up_to_a_quarter(
     loaded: Any, store: BlockStore, room: int, n_read: int
 ) -> None:
     takes = account(loaded, store)._takes
@@ -183,7 +183,7 @@ def test_a_step_dequantizes_spare_room_up_to_a_quarter(
     assert takes.step_bytes([3000, 10], (), room) == 2 * n_read * 1e9
 
 
-def test_what_several_restore_has_to_fit_together(loaded: Any, store: BlockStore) -> None:
+def test_the_blocks_of_several_restores_must_fit_together(loaded: Any, store: BlockStore) -> None:
     memory = account(loaded, store)
     memory.weigh((), [4000] * 2, 0)
     left = memory._usable_bytes - memory._needed([10, 10], ROOM + GROWTH)
@@ -202,9 +202,7 @@ def test_what_several_restore_has_to_fit_together(loaded: Any, store: BlockStore
     assert memory.admits(late)
 
 
-def test_a_long_restore_that_is_alone_takes_the_room_of_its_blocks(
-    loaded: Any, store: BlockStore
-) -> None:
+def test_a_restore_that_does_not_fit_pins_no_blocks(loaded: Any, store: BlockStore) -> None:
     memory = account(loaded, store)
     keys = fill(store, 100, 1 << 16)
     short, long = Restores(store, keys[:20]), Restores(store, keys)
@@ -215,28 +213,26 @@ def test_a_long_restore_that_is_alone_takes_the_room_of_its_blocks(
     assert len(short.held) == 20
 
 
-def test_work_while_nobody_asks_has_the_room_of_a_chunk(loaded: Any, store: BlockStore) -> None:
+def test_an_idle_account_leaves_room_for_a_chunk(loaded: Any, store: BlockStore) -> None:
     memory = account(loaded, store)
     fill(store, 300, 1 << 16)
     assert memory._takes.chunk_bytes == 8 * MIB
     assert store.pool.n_bytes <= memory.total_bytes - 8 * MIB
 
 
-def test_a_sequence_that_is_served_by_itself_is_counted_by_its_tokens(
-    loaded: Any, store: BlockStore
-) -> None:
+def test_an_unbatched_sequence_is_counted_by_its_tokens(loaded: Any, store: BlockStore) -> None:
     memory = account(loaded, store)
     memory.weigh((), (4000,), None)
     assert memory.parts()["caches"] == memory._takes.caches_bytes((), [4000], 0) > 0
 
 
-def test_mlx_keeps_freed_buffers_of_what_nobody_uses(loaded: Any, store: BlockStore) -> None:
-    """The limit before is restored if another model follows, or none."""
+def test_the_account_sets_and_restores_mlx_memory_limit(loaded: Any, store: BlockStore) -> None:
+    """A closed account restores the limit, whether or not another model follows."""
 
     def limit() -> int:
-        found = mx.set_memory_limit(1)
-        mx.set_memory_limit(found)
-        return found
+        current = mx.set_memory_limit(1)
+        mx.set_memory_limit(current)
+        return current
 
     for _ in range(2):
         memory = Memory(200 * MIB, 1000 * MIB, store, loaded)
@@ -244,13 +240,13 @@ def test_mlx_keeps_freed_buffers_of_what_nobody_uses(loaded: Any, store: BlockSt
         memory._pressure_level = lambda: CRITICAL
         memory.idle()
         assert limit() == 1100 * MIB
-        memory.enters(claim(0, 1 << 20))  # it needs more, and does not wait
+        memory.enters(claim(0, 1 << 20))  # it exceeds the account, but does not wait
         assert limit() > 1000 * MIB + memory._needed()
         memory.close()
         assert limit() == 1 << 40
 
 
-def test_a_device_that_has_few_buffers_keeps_few_blocks(
+def test_the_pool_keeps_few_blocks_if_the_device_has_few_buffers(
     loaded: Any, store: BlockStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Metal ends a process with more than 499,000 buffers."""
@@ -262,25 +258,25 @@ def test_a_device_that_has_few_buffers_keeps_few_blocks(
     assert 100 < len(store.pool) <= 750 // n_arrays + 1
 
 
-def test_pressure_takes_a_share_away(loaded: Any, store: BlockStore) -> None:
+def test_memory_pressure_reduces_the_admitted_claims(loaded: Any, store: BlockStore) -> None:
     memory = account(loaded, store)
     memory._pressure_level = lambda: CRITICAL
     memory.idle()
     assert memory.parts()["pressure"] == CRITICAL
     claims = [claim(i) for i in range(4)]
-    assert [memory.admits(one) for one in claims] == [True, True, False, False]
-    for one in claims:
-        memory.enters(one)
+    assert [memory.admits(candidate) for candidate in claims] == [True, True, False, False]
+    for candidate in claims:
+        memory.enters(candidate)
     assert not memory.weigh([4000] * 4, (), 0)
     memory._pressure_level = lambda: NORMAL
     assert memory.weigh([4000] * 4, (), 0)
 
 
 @pytest.mark.parametrize("lengths", [[300], [40, 1500, 700]])
-def test_no_batch_takes_more_than_was_counted(
+def test_a_batch_takes_no_more_memory_than_counted(
     loaded: Any, model: Any, store: BlockStore, lengths: list[int]
 ) -> None:
-    """By the shapes of its arrays, and by MLX's count of their memory."""
+    """The batch is measured by the shapes of its arrays and by MLX's active memory."""
     memory = account(loaded, store)
     gc.collect()
     before = mx.get_active_memory()
@@ -303,7 +299,9 @@ def test_no_batch_takes_more_than_was_counted(
     assert abs(mx.get_active_memory() - before - shapes) < 0.02 * shapes + 65536
 
 
-def test_the_default_is_what_the_device_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_budget_depends_on_device_memory_and_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     info = {"max_recommended_working_set_size": 16 << 30}
     monkeypatch.setattr(mx, "device_info", lambda: info)
     assert total_bytes(None, 6 << 30) == 8 << 30

@@ -1,4 +1,4 @@
-"""Sequences that share an account, in a real batch: none exceeds it, and replies are as alone."""
+"""Sequences of a real batch share an account: they stay within it, and replies do not change."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FORGOTTEN_PEAKS: list[int] = []
 
 @dataclass(eq=False)
 class Client:
-    """One request on its way."""
+    """One request and its reply so far."""
 
     request: ServedRequest
     taken: Taken
@@ -49,7 +49,7 @@ class Client:
 
 
 class Server:
-    """The work of the server's loop, over one store; `memory` is the account."""
+    """The server's loop with one store; `memory` is the account."""
 
     def __init__(self, server: ModuleType, family: str, folder: Path, n_fit: int) -> None:
         model: Any = build(family)
@@ -73,7 +73,7 @@ class Server:
         stream = mx.default_stream(mx.default_device())
         self.generator = server.BatchGenerator(model, stream=stream)
         self.block_bytes = 256 * spec.bytes_per_token + spec.bytes_per_checkpoint
-        self.most_bytes = self.n_parked = self.most_running = self.most_beside = 0
+        self.most_bytes = self.n_parked = self.most_running = self.peak_besides_caches = 0
         gc.collect()
         self._before = mx.get_active_memory()
 
@@ -84,8 +84,8 @@ class Server:
         taken.reply = ReplyQueue(Queue(), sent)
         return Client(request, taken, RequestState.of(sent))
 
-    def run(self, prompts: list[list[int]], *, presses: bool = False) -> list[list[int]]:
-        """Serve all at once; return their replies. `presses`: memory then gets short."""
+    def run(self, prompts: list[list[int]], *, has_pressure: bool = False) -> list[list[int]]:
+        """Serve all prompts at once; return the replies. `has_pressure`: memory then gets short."""
         clients = [self.client(number, ids) for number, ids in enumerate(prompts)]
         waiting, running = list(clients), dict[int, Client]()
         while waiting or running:
@@ -94,7 +94,7 @@ class Server:
                     waiting.remove(client)
                     running[self._enter(client)] = client
             self._step(running)
-            if presses and any(len(client.answer) == 10 for client in clients):
+            if has_pressure and any(len(client.answer) == 10 for client in clients):
                 self.memory._pressure_level = lambda: 4
             self.n_parked = max(self.n_parked, len(self.generator.parked))
             self.most_running = max(self.most_running, len(running))
@@ -120,8 +120,13 @@ class Server:
     def _step(self, running: dict[int, Client]) -> None:
         mx.reset_peak_memory()
         FORGOTTEN_PEAKS.clear()
-        prompts, replies = self._told = self.generator.next()  # stock keeps them for a step, too
-        ended = [one.uid for one in prompts if one.end_of_segment and not one.end_of_prompt]
+        # Stock also keeps the responses for a step.
+        prompts, replies = self._responses = self.generator.next()
+        ended = [
+            response.uid
+            for response in prompts
+            if response.end_of_segment and not response.end_of_prompt
+        ]
         for caches, tokens in self.generator.extract_cache(ended).values():
             tokens.taken.insert(tokens, caches, "user")
         for response in replies:
@@ -133,7 +138,7 @@ class Server:
                 del running[response.uid]
         known = self._before + self.generator.prompt_cache_nbytes + self.store.pool.n_bytes
         peak_bytes = max([mx.get_peak_memory(), *FORGOTTEN_PEAKS])
-        self.most_beside = max(self.most_beside, peak_bytes - known)
+        self.peak_besides_caches = max(self.peak_besides_caches, peak_bytes - known)
 
     def _weigh(self) -> None:
         parts = self.memory.parts()
@@ -143,7 +148,7 @@ class Server:
 
     def close(self) -> None:
         self.generator.close()
-        self.memory.close()  # else later tests have its limit
+        self.memory.close()  # restores MLX's memory limit for later tests
         self.store.close()
 
 
@@ -192,7 +197,7 @@ def prompts(n_sessions: int, n_vocabulary: int = 200) -> list[list[int]]:
         ),
     ],
 )
-def test_sessions_share_what_fewer_fill(
+def test_many_sessions_share_memory_that_fits_only_a_few(
     serve: Callable[..., Server],
     family: str,
     n_sessions: int,
@@ -200,7 +205,7 @@ def test_sessions_share_what_fewer_fill(
     n_reply: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Replies outgrow it, too, and pause; then each session continues."""
+    """Replies outgrow the memory and are parked; then each session has another turn."""
     monkeypatch.setattr("tests.request.test_memory_shared.N_REPLY", n_reply)
     asked = prompts(n_sessions)
     alone = serve(family, "alone")
@@ -212,12 +217,12 @@ def test_sessions_share_what_fewer_fill(
             expected = [alone.run([ids])[0] for ids in asked]
             together.close()
             together = serve(family, "together", n_fill)
-        assert together.run(asked, presses=family == "gemma3_text") == expected
+        assert together.run(asked, has_pressure=family == "gemma3_text") == expected
         assert turn or (together.n_parked > 0 and together.most_running >= n_fill)
         assert together.most_bytes <= together.memory.total_bytes + together.block_bytes
 
 
-def test_rows_that_come_and_go_are_copied_a_few_layers_at_a_time(
+def test_a_changed_batch_is_copied_a_few_layers_at_a_time(
     serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Besides the caches, a step takes the memory of some of their layers, never of all."""
@@ -227,11 +232,11 @@ def test_rows_that_come_and_go_are_copied_a_few_layers_at_a_time(
     server = serve("llama", "together", 20)
     server.run([ids[: 40 + 60 * number] for number, ids in enumerate(prompts(4))])
     caches = server.memory._takes.caches_bytes([300] * 4, (), ROOM // 2)
-    assert server.most_beside < caches * 4 // 5
+    assert server.peak_besides_caches < caches * 4 // 5
 
 
 @pytest.mark.slow
-def test_a_prompt_that_never_fits_beside_others_and_twenty_that_do(
+def test_a_very_long_prompt_and_twenty_short_prompts_are_served(
     serve: Callable[..., Server],
 ) -> None:
     short = prompts(20)
@@ -244,7 +249,7 @@ def test_a_prompt_that_never_fits_beside_others_and_twenty_that_do(
     assert not together.memory.waiting and not together.generator.parked
 
 
-def test_nothing_is_parked_where_there_is_room(
+def test_no_reply_is_parked_while_memory_is_free(
     serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.request.test_memory_shared.N_REPLY", 24)
@@ -253,7 +258,7 @@ def test_nothing_is_parked_where_there_is_room(
     assert together.n_parked == 0 and together.most_running == 6
 
 
-def test_a_request_that_would_wait_is_refused_where_that_is_asked_for(
+def test_a_request_that_would_wait_is_refused_if_configured(
     serve: Callable[..., Server],
 ) -> None:
     server = serve("llama", "together", 2)

@@ -1,4 +1,4 @@
-"""The reports about a request: the header, the sentence, the reason, and the last requests."""
+"""The reports about a request: the header, the sentence, the divergence and the reason."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ DIVERGED = Reason.DIVERGED.text
         ),
     ],
 )
-def test_one_outcome_for_programs_and_for_people(
+def test_an_outcome_has_a_header_and_a_sentence(
     outcome: Outcome, tier: str, header: str, sentence: str
 ) -> None:
     assert outcome.tier == tier
@@ -118,22 +118,22 @@ TEXT = "<s>Be brief.<u>Hi there<u>Be brief.<a>" + 30 * "z" + "  " + 30 * "z"
         (90, None, None, None),
     ],
 )
-def test_the_message_that_a_character_falls_into(
+def test_a_divergence_names_the_message_of_its_character(
     char: int, message: int | None, role: str | None, message_char: int | None
 ) -> None:
-    """Trimmed messages are found, messages that were not rendered are skipped."""
+    """Trimmed messages are found; messages that were not rendered are skipped."""
     nearest = replace(NO_MATCH, n_agreed=char, stored_next="stored")
-    found = divergence_at(TEXT, nearest, MESSAGES)
-    assert found is not None
+    divergence = divergence_at(TEXT, nearest, MESSAGES)
+    assert divergence is not None
     asked = TEXT[char : char + 40]
-    assert found == Divergence(char, message, role, message_char, "stored", asked)
+    assert divergence == Divergence(char, message, role, message_char, "stored", asked)
 
 
-def test_a_message_at_the_very_beginning_is_found_untrimmed() -> None:
+def test_a_divergence_in_an_untrimmed_first_message_is_found() -> None:
     nearest = replace(NO_MATCH, n_agreed=1, stored_next="x")
-    found = divergence_at("  Hi there", nearest, [{"role": "user", "content": "  Hi"}])
-    assert found is not None
-    assert (found.message, found.message_char) == (0, 1)
+    divergence = divergence_at("  Hi there", nearest, [{"role": "user", "content": "  Hi"}])
+    assert divergence is not None
+    assert (divergence.message, divergence.message_char) == (0, 1)
 
 
 ROOT = Root("fingerprint", "4b64")
@@ -158,7 +158,7 @@ def save(store: BlockStore, root: Root, *blocks: Block) -> None:
     store.drain()
 
 
-SAID = "The quick brown fox jumps over the lazy dog, and nobody minds it at all, so far."
+STORED_TEXT = "The quick brown fox jumps over the lazy dog, and nobody minds it at all, so far."
 
 
 @pytest.mark.parametrize(
@@ -172,68 +172,70 @@ SAID = "The quick brown fox jumps over the lazy dog, and nobody minds it at all,
         (replace(ROOT, with_text=False), Reason.NOTHING_ALIKE),
     ],
 )
-def test_what_is_stored_elsewhere_is_named_by_what_differs(
+def test_the_reason_names_the_part_of_the_root_that_differs(
     store: BlockStore, other: Root, reason: Reason
 ) -> None:
-    save(store, other, block_of(other, SAID))
-    found, detail = why_not_stored([1, 2], SAID, NO_MATCH, ROOT, store)
-    assert found is reason
+    save(store, other, block_of(other, STORED_TEXT))
+    actual, detail = why_not_stored([1, 2], STORED_TEXT, NO_MATCH, ROOT, store)
+    assert actual is reason
     assert bool(detail) == (reason is Reason.OTHER_PRECISION)
     # A template's first words are in every conversation.
-    alike = SAID[: MIN_ALIKE_CHARS - 1] + "?" * 40
+    alike = STORED_TEXT[: MIN_ALIKE_CHARS - 1] + "?" * 40
     assert why_not_stored([1, 2], alike, NO_MATCH, ROOT, store) == (Reason.NOTHING_ALIKE, "")
-    enough = SAID[:MIN_ALIKE_CHARS] + "?" * 40
-    assert why_not_stored([1, 2], enough, NO_MATCH, ROOT, store) == (found, detail)
+    enough = STORED_TEXT[:MIN_ALIKE_CHARS] + "?" * 40
+    assert why_not_stored([1, 2], enough, NO_MATCH, ROOT, store) == (actual, detail)
     assert why_not_stored([1, 2], None, NO_MATCH, ROOT, store) == (Reason.NOTHING_ALIKE, "")
 
 
 @pytest.mark.parametrize(("layout", "own"), [("k6rv4rb64", "k6rv4rb64,c256"), ("4b32", "4b64")])
-def test_layouts_of_the_same_words_are_told_apart(store: BlockStore, layout: str, own: str) -> None:
+def test_the_detail_distinguishes_layouts_with_the_same_description(
+    store: BlockStore, layout: str, own: str
+) -> None:
     root, other = replace(ROOT, layout=own), replace(ROOT, layout=layout)
-    save(store, other, block_of(other, SAID))
-    _, detail = why_not_stored([1, 2], SAID, NO_MATCH, root, store)
+    save(store, other, block_of(other, STORED_TEXT))
+    _, detail = why_not_stored([1, 2], STORED_TEXT, NO_MATCH, root, store)
     words = layout_in_words(own)
     assert f": {words}, in an older format or other groups; now {words}" in detail
 
 
-def test_a_short_block_elsewhere_must_match_as_a_whole(store: BlockStore) -> None:
+def test_a_short_block_of_another_root_must_match_completely(store: BlockStore) -> None:
     other = replace(ROOT, namespace="them")
     save(store, other, block_of(other, "Hello."))
     assert why_not_stored([1], "Hello. You", NO_MATCH, ROOT, store)[0] is Reason.OTHER_NAMESPACE
     assert why_not_stored([1], "Hello, you", NO_MATCH, ROOT, store)[0] is Reason.NOTHING_ALIKE
 
 
-def test_the_least_different_place_is_named(store: BlockStore) -> None:
+def test_the_reason_names_the_least_different_root(store: BlockStore) -> None:
     others = (
         replace(ROOT, layout="8b64", fingerprint="another"),
         replace(ROOT, layout="8b64"),
     )
     for other in others:
-        save(store, other, block_of(other, SAID))
-    assert why_not_stored([1], SAID, NO_MATCH, ROOT, store)[0] is Reason.OTHER_PRECISION
+        save(store, other, block_of(other, STORED_TEXT))
+    assert why_not_stored([1], STORED_TEXT, NO_MATCH, ROOT, store)[0] is Reason.OTHER_PRECISION
 
 
 @pytest.mark.parametrize("theirs", [{"namespace": "them"}, {"session": "theirs"}])
 @pytest.mark.parametrize("own", [{}, {"fingerprint": "another"}, {"layout": "8b64"}])
-def test_a_reply_says_the_same_whatever_other_tenants_have_stored(
+def test_the_reported_reason_does_not_depend_on_other_tenants(
     store: BlockStore,
     theirs: dict[str, Any],
     own: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also if other tenants have stored more, and in more trees than are searched."""
+    """Other tenants store more blocks, and in more trees than are searched."""
     monkeypatch.setattr("mlx_lm_kvpersist.request.outcome._MAX_ROOTS", 2)
     if own:
         other = replace(ROOT, **own)
-        save(store, other, block_of(other, SAID))
-    said = why_not_stored([1], SAID, NO_MATCH, ROOT, store)
+        save(store, other, block_of(other, STORED_TEXT))
+    alone = why_not_stored([1], STORED_TEXT, NO_MATCH, ROOT, store)
     for n in range(3):
         other = replace(ROOT, fingerprint=f"fingerprint{n or ''}", **theirs)
-        longer = Block(block_key(other.key, b"abcd"), other.key, 0, b"abcd", SAID + "More.")
-        save(store, other, block_of(other, SAID), longer)
-        now = why_not_stored([1], SAID, NO_MATCH, ROOT, store)
-        assert (now[0].word, now[1]) == (said[0].word, said[1])
-    assert own or now[0] is Reason.OTHER_NAMESPACE, "the operator's why does not name it"
+        longer = Block(block_key(other.key, b"abcd"), other.key, 0, b"abcd", STORED_TEXT + "More.")
+        save(store, other, block_of(other, STORED_TEXT), longer)
+        with_others = why_not_stored([1], STORED_TEXT, NO_MATCH, ROOT, store)
+        assert (with_others[0].word, with_others[1]) == (alone[0].word, alone[1])
+    assert own or with_others[0] is Reason.OTHER_NAMESPACE, "the operator's why does not name it"
 
 
 @pytest.mark.parametrize(
@@ -244,14 +246,14 @@ def test_a_reply_says_the_same_whatever_other_tenants_have_stored(
         (0, MIN_ALIKE_CHARS, Reason.DIVERGED),
     ],
 )
-def test_a_prompt_diverges_where_more_than_the_template_matches(
+def test_a_prompt_diverges_if_more_than_the_template_matches(
     store: BlockStore, n_tokens: int, n_agreed: int, reason: Reason
 ) -> None:
     match = Match((), n_tokens, 0, False, n_agreed)
-    assert why_not_stored([1, 2], SAID, match, ROOT, store) == (reason, "")
+    assert why_not_stored([1, 2], STORED_TEXT, match, ROOT, store) == (reason, "")
 
 
-def test_what_was_evicted_is_known_by_the_blocks_that_match_whole(store: BlockStore) -> None:
+def test_the_reason_is_evicted_if_the_next_block_was_evicted(store: BlockStore) -> None:
     """The evicted block is searched after the last full block of the match."""
     ids = list(range(2 * BLOCK_TOKENS + 9))
     parent, start, path = ROOT.key, 0, []

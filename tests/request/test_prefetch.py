@@ -1,4 +1,4 @@
-"""Reading ahead, with the server's own generation thread: which requests wait for which reads."""
+"""Prefetching with the server's generation thread: which requests wait for which reads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ENDLESS = 100_000
 
 
 @dataclass
-class Asked:
+class SentRequest:
     """A request and its result so far."""
 
     request: Any
@@ -55,8 +55,8 @@ class Asked:
         assert outcome is not None
         return outcome
 
-    def go_on(self) -> None:
-        """Return when the reply has some more tokens."""
+    def wait_for_tokens(self) -> None:
+        """Wait until the reply has some more tokens."""
         n_before = self.n_tokens
         wait_until(lambda: self.n_tokens > n_before + 3, "tokens of the running reply")
 
@@ -69,29 +69,29 @@ class Server:
     plugin: KVPersistPlugin
     generator: Any
     model: str
-    asked: list[Asked] = field(default_factory=list)
+    sent: list[SentRequest] = field(default_factory=list)
 
     @property
     def store(self) -> BlockStore:
         assert self.plugin._store is not None
         return self.plugin._store
 
-    def ask(self, text: str, max_tokens: int = 4) -> Asked:
-        """Send a prompt; a thread of its own takes the reply."""
+    def ask(self, text: str, max_tokens: int = 4) -> SentRequest:
+        """Send a prompt; another thread receives the reply."""
         request = self.module.CompletionRequest("text", text, [], None, None)
-        asked = Asked(request)
-        asked.thread = threading.Thread(target=self._take, args=(asked, max_tokens))
-        asked.thread.start()
-        self.asked.append(asked)
-        return asked
+        sent = SentRequest(request)
+        sent.thread = threading.Thread(target=self._take, args=(sent, max_tokens))
+        sent.thread.start()
+        self.sent.append(sent)
+        return sent
 
-    def served(self, text: str) -> Asked:
-        """Send a prompt and return when it is answered."""
-        asked = self.ask(text)
-        assert asked.thread is not None
-        asked.thread.join(60)
-        assert asked.error is None
-        return asked
+    def served(self, text: str) -> SentRequest:
+        """Send a prompt and wait for its reply."""
+        sent = self.ask(text)
+        assert sent.thread is not None
+        sent.thread.join(60)
+        assert sent.error is None
+        return sent
 
     def args(self, max_tokens: int, model: str | None = None) -> Any:
         module = self.module
@@ -108,20 +108,20 @@ class Server:
             chat_template_kwargs=None,
         )
 
-    def _take(self, asked: Asked, max_tokens: int) -> None:
+    def _take(self, sent: SentRequest, max_tokens: int) -> None:
         try:
-            asked.context, responses = self.generator.generate(asked.request, self.args(max_tokens))
+            sent.context, responses = self.generator.generate(sent.request, self.args(max_tokens))
             for response in responses:
-                asked.n_tokens += 1
-                asked.text += response.text
+                sent.n_tokens += 1
+                sent.text += response.text
         except Exception as error:
-            asked.error = error
+            sent.error = error
 
-    def decode(self) -> Asked:
-        """Have a reply decode from now on."""
-        asked = self.ask(synthetic_text(30, seed=99), ENDLESS)
-        asked.go_on()
-        return asked
+    def decode(self) -> SentRequest:
+        """Start a reply that decodes until the test ends."""
+        sent = self.ask(synthetic_text(30, seed=99), ENDLESS)
+        sent.wait_for_tokens()
+        return sent
 
     def forget_hot_blocks(self) -> None:
         # A reply's last part is sent before its turn is saved.
@@ -130,9 +130,9 @@ class Server:
         self.store.pool.clear()
 
     def close(self) -> None:
-        for asked in self.asked:
-            if asked.context is not None:
-                asked.context.stop()
+        for sent in self.sent:
+            if sent.context is not None:
+                sent.context.stop()
         self.generator.stop_and_join()
 
 
@@ -167,7 +167,7 @@ def server(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Reads:
-    """The reads of blocks: each does something first, on the thread that reads."""
+    """The threads of reads of blocks. Each read first calls `first`."""
 
     def __init__(self, store: BlockStore, monkeypatch: pytest.MonkeyPatch) -> None:
         self.threads: list[str] = []
@@ -193,43 +193,42 @@ def n_pins(store: BlockStore) -> int:
     return sum(entry.prefetched for entry in store.pool._entries.values())
 
 
-def test_nobody_waits_for_what_another_needs_from_disk(server: Server, reads: Reads) -> None:
+def test_running_replies_continue_while_blocks_are_prefetched(server: Server, reads: Reads) -> None:
     prompt = synthetic_text(1200)
     first = server.served(prompt)
     server.forget_hot_blocks()
-    reads.first = server.decode().go_on
+    reads.first = server.decode().wait_for_tokens
     again = server.served(prompt)
     assert again.text == first.text
     assert again.outcome.tier == "disk" and again.outcome.n_restored >= 512
     assert len(reads.threads) >= 3 and set(reads.threads) == {"kvpersist-prefetch_0"}
     wait_until(lambda: n_pins(server.store) == 0, "written turns and no pins")
-    # The line about the disk is logged once.
     assert server.served(prompt).outcome.tier == "ram"
 
 
-def test_a_reply_that_runs_has_one_copy_of_its_caches_and_one_that_ended_none(
+def test_no_sequence_caches_are_kept_during_or_after_a_reply(
     server: Server,
 ) -> None:
-    """Stock's loop holds the caches that it saved last."""
+    """Stock's loop keeps a reference to the caches that it saved last."""
 
-    def n_held() -> int:
+    def n_sequence_caches() -> int:
         caches = (each for each in gc.get_objects() if isinstance(each, SequenceQuantizedKVCache))
         return sum(not cache.empty() for cache in caches) - n_before
 
     n_before = 0
-    n_before = n_held()
-    asked = server.decode()
-    assert n_held() == 0  # the batch has caches of another class
-    asked.context.stop()
+    n_before = n_sequence_caches()
+    sent = server.decode()
+    assert n_sequence_caches() == 0  # the batch has caches of another class
+    sent.context.stop()
     server.served(synthetic_text(1200))
     wait_until(lambda: not server.generator._serving, "the end of all replies")
-    assert n_held() == 0
+    assert n_sequence_caches() == 0
 
 
-def test_replies_go_on_while_a_restore_is_joined(
+def test_running_replies_continue_while_a_restore_is_joined(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between two of their steps the restore takes a fifth of the longest stall, or one block."""
+    """Between two steps the restore takes a fifth of the longest stall, or joins one block."""
     prompt = synthetic_text(1500)
     first = server.served(prompt)
     server.forget_hot_blocks()
@@ -255,24 +254,24 @@ def test_replies_go_on_while_a_restore_is_joined(
     assert all(later > earlier for earlier, later in pairwise(added)), added
 
 
-def test_replies_go_on_while_a_prompt_is_tokenized(
+def test_running_replies_continue_while_a_prompt_is_tokenized(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is done on the thread of its client, and once."""
+    """The prompt is tokenized once, on the thread of its client."""
     render, threads = type(server.generator)._render, []
     decoding = server.decode()
 
     def slowly(*args: Any) -> Any:
         threads.append(threading.current_thread())
-        decoding.go_on()
+        decoding.wait_for_tokens()
         return render(*args)
 
     monkeypatch.setattr(type(server.generator), "_render", slowly)
-    asked = server.served(synthetic_text(40, seed=7))
-    assert threads == [asked.thread]
+    sent = server.served(synthetic_text(40, seed=7))
+    assert threads == [sent.thread]
 
 
-def test_a_prompt_is_looked_up_once_on_the_thread_of_its_client(
+def test_a_prompt_is_looked_up_once_on_its_clients_thread(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find, threads = Lookup._find, list[threading.Thread]()
@@ -283,17 +282,17 @@ def test_a_prompt_is_looked_up_once_on_the_thread_of_its_client(
 
     monkeypatch.setattr(Lookup, "_find", noted)
     prompt = synthetic_text(400, seed=3)
-    asked = []
+    requests = []
     for _ in range(2):
-        asked.append(server.served(prompt))
+        requests.append(server.served(prompt))
         server.forget_hot_blocks()  # a commit after the lookup would make it look again
-    assert threads == [one.thread for one in asked]
+    assert threads == [request.thread for request in requests]
 
 
-def test_a_lookup_that_waits_for_a_disk_delays_other_lookups_for_a_limited_time(
+def test_a_blocked_lookup_delays_other_lookups_for_a_limited_time(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has its own connection to the index. Other threads open theirs."""
+    """The blocked lookup keeps its connection to the index; other threads open new ones."""
     server.served(synthetic_text(40, seed=1))
     monkeypatch.setattr(database, "_TURN_S", 0.05)
     find, waits, may_go_on = Lookup._find, threading.Event(), threading.Event()
@@ -314,8 +313,8 @@ def test_a_lookup_that_waits_for_a_disk_delays_other_lookups_for_a_limited_time(
     assert blocked.n_tokens and blocked.outcome.kind is Kind.MISS
 
 
-def test_only_the_loaded_model_has_its_prompts_tokenized_ahead(server: Server) -> None:
-    """And ids of a tokenizer whose model was unloaded are made again."""
+def test_prompts_are_tokenized_ahead_only_for_the_loaded_model(server: Server) -> None:
+    """Prompts that were tokenized for an unloaded model are tokenized again."""
     server.served(synthetic_text(40))
     request = server.module.CompletionRequest("text", "one two three", [], None, None)
     server.generator._render_ahead(request, server.args(4, model="another"))
@@ -328,7 +327,7 @@ def test_only_the_loaded_model_has_its_prompts_tokenized_ahead(server: Server) -
     assert server.generator._rendered(tokenizer, request, server.args(4)).prompt == made.prompt
 
 
-def test_alone_it_is_restored_at_once(server: Server, reads: Reads) -> None:
+def test_without_running_replies_a_restore_is_not_prefetched(server: Server, reads: Reads) -> None:
     prompt = synthetic_text(1200)
     first = server.served(prompt)
     server.forget_hot_blocks()
@@ -338,7 +337,9 @@ def test_alone_it_is_restored_at_once(server: Server, reads: Reads) -> None:
     assert not any("prefetch" in name for name in reads.threads)
 
 
-def test_others_pass_one_that_waits(server: Server, reads: Reads) -> None:
+def test_other_requests_pass_a_request_that_waits_for_its_prefetch(
+    server: Server, reads: Reads
+) -> None:
     prompt = synthetic_text(1200)
     server.served(prompt)
     server.forget_hot_blocks()
@@ -355,7 +356,7 @@ def test_others_pass_one_that_waits(server: Server, reads: Reads) -> None:
     assert waiting.outcome.tier == "disk"
 
 
-def test_the_writer_knows_of_the_replies_that_run(server: Server) -> None:
+def test_the_writer_knows_the_number_of_running_replies(server: Server) -> None:
     writer = server.store.writer
     decoding = server.decode()
     server.served(synthetic_text(40))
@@ -364,33 +365,35 @@ def test_the_writer_knows_of_the_replies_that_run(server: Server) -> None:
     wait_until(lambda: writer._n_replies == 0, "the end of serving")
 
 
-def test_many_that_wait_are_all_served(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_waiting_requests_are_all_restored(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompts = [synthetic_text(200, seed=seed) for seed in range(12)]
     first = [server.served(prompt).text for prompt in prompts]
     server.forget_hot_blocks()
     server.decode()
     again = [server.ask(prompt) for prompt in prompts]
-    for asked in again:
-        assert asked.thread is not None
-        asked.thread.join(60)
-    assert [asked.error for asked in again] == [None] * len(prompts)
-    assert [asked.outcome.tier for asked in again] == ["disk"] * len(prompts)
-    assert [asked.text for asked in again] == first
+    for sent in again:
+        assert sent.thread is not None
+        sent.thread.join(60)
+    assert [sent.error for sent in again] == [None] * len(prompts)
+    assert [sent.outcome.tier for sent in again] == ["disk"] * len(prompts)
+    assert [sent.text for sent in again] == first
     wait_until(lambda: n_pins(server.store) == 0, "written turns and no pins")
 
 
-def test_a_client_that_goes_away_while_it_waits_holds_nothing(server: Server, reads: Reads) -> None:
-    """The server notices that only when it writes to the client; then the sequence is stopped."""
+def test_a_client_that_leaves_during_a_prefetch_keeps_no_pins(server: Server, reads: Reads) -> None:
+    """The server notices this when it writes to the client, and then stops the sequence."""
     prompt = synthetic_text(1200)
     server.served(prompt)
     server.forget_hot_blocks()
     decoding = server.decode()
     gone = server.ask(prompt, ENDLESS)
     reads.wait_for_begin()
-    wait_until(lambda: gone.context is not None, "the one that waited")
+    wait_until(lambda: gone.context is not None, "the request that waited")
     gone.context.stop()
     wait_until(lambda: n_pins(server.store) == 0, "letting go")
-    decoding.go_on()
+    decoding.wait_for_tokens()
 
 
 def damage(path: Path) -> None:
@@ -399,9 +402,9 @@ def damage(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("hurt", [damage, Path.unlink], ids=["damaged", "deleted"])
-def test_what_cannot_be_read_costs_a_restore(
-    server: Server, reads: Reads, hurt: Callable[[Path], None]
+@pytest.mark.parametrize("spoil", [damage, Path.unlink], ids=["damaged", "deleted"])
+def test_a_block_lost_during_a_prefetch_shortens_the_restore(
+    server: Server, reads: Reads, spoil: Callable[[Path], None]
 ) -> None:
     prompt = synthetic_text(1200)
     first = server.served(prompt)
@@ -411,12 +414,12 @@ def test_what_cannot_be_read_costs_a_restore(
     (node,) = server.store.children(root.key)
     (second,) = server.store.children(node.key)
     server.decode()
-    is_hurt = threading.Event()
-    reads.first = partial(is_hurt.wait, 60)
+    is_spoiled = threading.Event()
+    reads.first = partial(is_spoiled.wait, 60)
     again = server.ask(prompt)
     reads.wait_for_begin()
-    hurt(block_path(server.store.folder, second.key))
-    is_hurt.set()
+    spoil(block_path(server.store.folder, second.key))
+    is_spoiled.set()
     assert again.thread is not None
     again.thread.join(60)
     assert again.error is None and again.text == first.text
@@ -424,7 +427,7 @@ def test_what_cannot_be_read_costs_a_restore(
     wait_until(lambda: n_pins(server.store) == 0, "written turns and no pins")
 
 
-def test_a_reader_that_fails_costs_a_restore(
+def test_a_prompt_is_computed_if_its_prefetch_fails(
     server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompt = synthetic_text(600)
@@ -441,7 +444,7 @@ def test_a_reader_that_fails_costs_a_restore(
     assert "prefetching failed" in caplog.text
 
 
-def test_the_server_ends_while_it_reads_ahead(server: Server, reads: Reads) -> None:
+def test_the_server_stops_during_a_prefetch(server: Server, reads: Reads) -> None:
     prompt = synthetic_text(1200)
     server.served(prompt)
     server.forget_hot_blocks()

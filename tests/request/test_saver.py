@@ -1,4 +1,4 @@
-"""An unfinished block is stored as the model computed it, and a conversation continues in it."""
+"""An unfinished block is stored in full precision, and a conversation continues inside it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LOGITS: dict[int, mx.array] = {}
 
 @pytest.fixture
 def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoredModel]:
-    """A model of the class that the test names in front of an empty store."""
+    """A model of the class that the test names, with an empty store."""
     model = built(getattr(request, "param", "llama"))
     made = StoredModel(model, probe_model(model), tmp_path)
     yield made
@@ -58,7 +58,7 @@ def expected_of(stored: StoredModel) -> mx.array:
     return LOGITS[id(stored.model)]
 
 
-def keep(stored: StoredModel, n_tokens: int) -> None:
+def store_turn(stored: StoredModel, n_tokens: int) -> None:
     """Store a turn that ends there, and forget all blocks in RAM."""
     sequence = RunningSequence(stored.loaded.root, n_tokens - 5, session="s")
     caches = computed(stored, n_tokens)[1]
@@ -76,26 +76,26 @@ def blocks_of(stored: StoredModel) -> list[Block]:
     return path
 
 
-def check(stored: StoredModel, n_tokens: int, n_reused: int, expected: mx.array) -> None:
-    """Ask for the text's first tokens; the last logits must be as `expected` of the whole text."""
+def check_restore(stored: StoredModel, n_tokens: int, n_reused: int, expected: mx.array) -> None:
+    """Restore the text's first tokens; their last logits must be those of `expected`."""
     row = stored.row([IDS[:n_tokens]], 1, None)
     assert row.n_cached == n_reused
-    found = stored.model(mx.array([IDS[n_reused:n_tokens]]), cache=row.caches)[0, -1]
-    right = expected[n_tokens - 1]
-    assert float(mx.abs(found - right).max()) <= 1e-3 * float(mx.abs(right).max())
+    logits = stored.model(mx.array([IDS[n_reused:n_tokens]]), cache=row.caches)[0, -1]
+    reference = expected[n_tokens - 1]
+    assert float(mx.abs(logits - reference).max()) <= 1e-3 * float(mx.abs(reference).max())
 
 
-def test_every_position_of_an_unfinished_block_is_restored(stored: StoredModel) -> None:
-    keep(stored, 511)
+def test_a_prompt_can_continue_at_any_position_of_an_unfinished_block(stored: StoredModel) -> None:
+    store_turn(stored, 511)
     expected = expected_of(stored)
     for n_tokens in range(258, 513):
-        check(stored, n_tokens, n_tokens - 1, expected)
-    check(stored, 257, 256, expected)
-    check(stored, 250, 0, expected)  # the first block is stored quantized
+        check_restore(stored, n_tokens, n_tokens - 1, expected)
+    check_restore(stored, 257, 256, expected)
+    check_restore(stored, 250, 0, expected)  # the first block is stored quantized
 
 
-def test_a_block_has_one_file_in_one_of_two_forms(stored: StoredModel) -> None:
-    keep(stored, 300)
+def test_only_whole_blocks_are_stored_quantized(stored: StoredModel) -> None:
+    store_turn(stored, 300)
     files = sorted(stored.folder.rglob("*.safetensors"))
     assert len(files) == 2 and stored.store.index.totals().n_checkpoints == 0
     whole, unfinished = (read_file(block_path(stored.folder, x.key))[2] for x in blocks_of(stored))
@@ -108,8 +108,8 @@ def test_a_block_has_one_file_in_one_of_two_forms(stored: StoredModel) -> None:
         assert x.dtype == getattr(mx, group.keys.dtype)
 
 
-def test_an_unfinished_block_becomes_whole_in_another_process(stored: StoredModel) -> None:
-    keep(stored, 300)
+def test_another_process_completes_an_unfinished_block(stored: StoredModel) -> None:
+    store_turn(stored, 300)
     expected = expected_of(stored)
     row = stored.row([IDS[:590]], 1, None, "s")
     assert row.n_cached == 300
@@ -120,11 +120,11 @@ def test_an_unfinished_block_becomes_whole_in_another_process(stored: StoredMode
     assert [block.stop for block in blocks_of(stored)] == [256, 512, 600]
     assert len(list(stored.folder.rglob("*.safetensors"))) == 3
     for n_tokens, n_reused in ((600, 599), (590, 589), (400, 256)):
-        check(stored, n_tokens, n_reused, expected)
+        check_restore(stored, n_tokens, n_reused, expected)
 
 
-def test_a_prompt_goes_on_within_the_block_that_its_reply_has_filled(stored: StoredModel) -> None:
-    """The tokens as computed are in RAM alone, as long as there is room."""
+def test_a_repeated_prompt_continues_inside_a_block_its_reply_filled(stored: StoredModel) -> None:
+    """The prompt's tokens in full precision stay only in RAM, while RAM has room."""
     sequence = RunningSequence(stored.loaded.root, 300, session="s")
     caches = computed(stored, 299)[1]
     stored.loaded.save(sequence, IDS[:299], caches, "user", stored.store)
@@ -134,16 +134,16 @@ def test_a_prompt_goes_on_within_the_block_that_its_reply_has_filled(stored: Sto
     stored.store.drain()
     expected = expected_of(stored)
     for n_tokens, n_reused in ((300, 299), (280, 279), (400, 299), (600, 599)):
-        check(stored, n_tokens, n_reused, expected)
+        check_restore(stored, n_tokens, n_reused, expected)
     stored.store.pool.drop_chain(block.key for block in sequence.chain)
     assert len(stored.store.pool) == 0
-    check(stored, 300, 256, expected)
+    check_restore(stored, 300, 256, expected)
     stored.restart()
     assert [block.stop for block in blocks_of(stored)] == [256, 512, 600]
-    check(stored, 300, 256, expected)
+    check_restore(stored, 300, 256, expected)
 
 
-def test_a_prompt_goes_on_within_a_block_that_a_second_longer_reply_has_filled(
+def test_a_prompt_continues_inside_a_block_that_a_second_reply_filled(
     stored: StoredModel,
 ) -> None:
     """The first reply ends in the block of the prompt's end; the second begins with the first."""
@@ -158,15 +158,15 @@ def test_a_prompt_goes_on_within_a_block_that_a_second_longer_reply_has_filled(
                 row.keeper(IDS[:stop], row.caches)
         row.keeper(IDS[:n_tokens], row.caches)
         stored.store.drain()
-    check(stored, 300, 299, expected)
+    check_restore(stored, 300, 299, expected)
 
 
 @pytest.mark.parametrize("n_tokens", [250, 300])
-def test_the_outcome_of_a_prompt_that_ends_in_a_filled_block_is_explained(
+def test_a_prompt_that_ends_in_a_filled_block_has_an_explanation(
     stored: StoredModel, n_tokens: int
 ) -> None:
-    """The prompt differs nowhere from what is stored, and is computed from the block's start."""
-    keep(stored, 600)
+    """The stored text contains the whole prompt, but the block is computed from its start."""
+    store_turn(stored, 600)
     stored.row([IDS[:n_tokens]], 1, None)
     (outcome,) = stored.outcomes
     assert outcome.n_reused == n_tokens // 256 * 256 and outcome.divergence is None
@@ -174,10 +174,10 @@ def test_the_outcome_of_a_prompt_that_ends_in_a_filled_block_is_explained(
     assert outcome.reason is not None or outcome.detail
 
 
-def test_a_last_token_that_differs_is_not_why_a_filled_block_is_not_reused(
+def test_the_reason_is_inside_block_although_the_last_token_differs(
     stored: StoredModel,
 ) -> None:
-    keep(stored, 600)
+    store_turn(stored, 600)
     stored.row([[*IDS[:299], IDS[299] + 1]], 1, None)
     (outcome,) = stored.outcomes
     assert (outcome.n_reused, outcome.kind) == (256, Kind.EXTEND)
@@ -185,8 +185,8 @@ def test_a_last_token_that_differs_is_not_why_a_filled_block_is_not_reused(
 
 
 @pytest.mark.parametrize("stored", ["gemma3_text", "falcon_h1", "qwen3_next"], indirect=True)
-def test_models_with_checkpoints_go_on_within_a_block(stored: StoredModel) -> None:
-    """Each turn in another process: the block ends at checkpoints, and then becomes whole."""
+def test_models_with_checkpoints_continue_inside_a_block(stored: StoredModel) -> None:
+    """Each turn runs in another process. Blocks first end at checkpoints, then become whole."""
     expected = expected_of(stored)
     n_before = 0
     for n_tokens in (100, 200, 300, 555):
@@ -197,16 +197,16 @@ def test_models_with_checkpoints_go_on_within_a_block(stored: StoredModel) -> No
             stored.model(mx.array([IDS[start:stop]]), cache=row.caches)
         row.keeper(IDS[:n_tokens], row.caches)
         stored.restart()
-        check(stored, n_tokens + 3, n_tokens, expected)
+        check_restore(stored, n_tokens + 3, n_tokens, expected)
         n_before = n_tokens
 
 
 @pytest.mark.parametrize("stored", ["llama", "gemma3_text", "falcon_h1"], indirect=True)
-def test_a_turn_that_continues_blocks_of_a_read_only_tier_is_restored_without_it(
+def test_a_turn_after_read_only_blocks_is_restored_without_their_tier(
     stored: StoredModel,
 ) -> None:
     expected, tier = expected_of(stored), ReadOnly()
-    keep(stored, 300)
+    store_turn(stored, 300)
     blocks = blocks_of(stored)
     checkpoints = stored.store.checkpoints([block.key for block in blocks]).values()
     records: list[Record] = [*blocks, *chain.from_iterable(checkpoints)]
@@ -223,15 +223,15 @@ def test_a_turn_that_continues_blocks_of_a_read_only_tier_is_restored_without_it
     row.keeper(IDS[:590], row.caches)
     stored.restart()
     assert blocks_of(stored)[-1].stop == 590
-    check(stored, 593, 590, expected)
+    check_restore(stored, 593, 590, expected)
 
 
-def damaged(path: Path) -> None:
+def damage_file(path: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
 
-def packed(stored: StoredModel, path: Path) -> None:
+def pack_file(stored: StoredModel, path: Path) -> None:
     """Give the file the form of a whole block."""
     block, root, _ = read_file(path)
     assert isinstance(block, Block)
@@ -242,21 +242,19 @@ def packed(stored: StoredModel, path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["damaged", "packed"])
-def test_an_unfinished_block_that_is_not_right_is_computed_again(
-    stored: StoredModel, form: str
-) -> None:
-    keep(stored, 300)
-    stored.store.drain()  # it looks for rows without a file when it is opened
+def test_a_damaged_or_packed_unfinished_block_is_recomputed(stored: StoredModel, form: str) -> None:
+    store_turn(stored, 300)
+    stored.store.drain()  # the opened store first looks for rows without a file
     path = block_path(stored.folder, blocks_of(stored)[-1].key)
-    damaged(path) if form == "damaged" else packed(stored, path)
+    damage_file(path) if form == "damaged" else pack_file(stored, path)
     expected = expected_of(stored)
-    check(stored, 305, 256, expected)
+    check_restore(stored, 305, 256, expected)
     assert stored.outcomes[-1].reason is Reason.DAMAGED
-    keep(stored, 300)
-    check(stored, 305, 300, expected)
+    store_turn(stored, 300)
+    check_restore(stored, 305, 300, expected)
 
 
-def test_what_was_cut_back_over_a_blocks_end_is_stored_as_it_was_computed(
+def test_a_block_trimmed_back_from_the_next_is_stored_exactly(
     stored: StoredModel,
 ) -> None:
     sequence = RunningSequence(stored.loaded.root, 200, session="s")
@@ -266,23 +264,23 @@ def test_what_was_cut_back_over_a_blocks_end_is_stored_as_it_was_computed(
     stored.loaded.save(sequence, IDS[:500], caches, REPLY, stored.store)
     stored.restart()
     assert [block.stop for block in blocks_of(stored)] == [256, 500]
-    assert [one.n_tokens for one in stored.store.index.sessions()] == [500]
-    check(stored, 505, 500, expected_of(stored))
+    assert [session.n_tokens for session in stored.store.index.sessions()] == [500]
+    check_restore(stored, 505, 500, expected_of(stored))
 
 
 @pytest.mark.parametrize("stored", ["llama", "gemma3_text"], indirect=True)
-def test_a_commit_has_the_blocks_that_are_new_since_the_one_before(
+def test_each_commit_has_only_the_blocks_since_the_previous_commit(
     stored: StoredModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For any conversation, with checkpoints and without."""
+    """This holds for models with and without checkpoints."""
     commits: list[Commit] = []
     commit = stored.store.commit
 
-    def seen(new: Commit, *args: Any) -> None:
+    def record(new: Commit, *args: Any) -> None:
         commits.append(new)
         commit(new, *args)
 
-    monkeypatch.setattr(stored.store, "commit", seen)
+    monkeypatch.setattr(stored.store, "commit", record)
     sequence = RunningSequence(stored.loaded.root, 515, session="s")
     for n_tokens, cache_type in ((300, "user"), (520, "user"), (600, REPLY)):
         caches = computed(stored, n_tokens)[1]

@@ -14,42 +14,42 @@ from mlx_lm_kvpersist.store.records import DISK, RAM
 MB = 10**6
 
 
-def test_a_rate_follows_what_is_measured() -> None:
-    """One odd measurement moves it by a fifth of the way."""
-    found = Speed()
+def test_a_rate_moves_slowly_to_the_measured_rate() -> None:
+    """One measurement moves the rate by a fifth of the difference."""
+    speed = Speed()
     for n_bytes, expected in ((100 * MB, 100), (10 * MB, 82), (582 * MB, 182)):
-        found.learn(DISK, n_bytes, 1.0)
-        assert found.rates[DISK] == pytest.approx(expected * MB)
+        speed.learn(DISK, n_bytes, 1.0)
+        assert speed.rates[DISK] == pytest.approx(expected * MB)
     for _ in range(50):
-        found.learn(DISK, 1000 * MB, 1.0)
-    assert found.rates[DISK] == pytest.approx(1000 * MB, rel=0.01)
-    before = dict(found.rates)
-    found.learn(DISK, 0, 1.0)
-    found.learn(DISK, 5 * MB, 0.0)
-    assert found.rates == before
+        speed.learn(DISK, 1000 * MB, 1.0)
+    assert speed.rates[DISK] == pytest.approx(1000 * MB, rel=0.01)
+    before = dict(speed.rates)
+    speed.learn(DISK, 0, 1.0)
+    speed.learn(DISK, 5 * MB, 0.0)
+    assert speed.rates == before
 
 
-def test_a_small_restore_teaches_no_rate() -> None:
-    found = Speed()
-    found.learn(DISK, MIN_RESTORE_BYTES - 1, 2.0)
-    assert not found.rates
-    found.learn(DISK, MIN_RESTORE_BYTES, 2.0)
-    assert found.rates == {DISK: MIN_RESTORE_BYTES / 2}
+def test_a_small_restore_does_not_change_the_rate() -> None:
+    speed = Speed()
+    speed.learn(DISK, MIN_RESTORE_BYTES - 1, 2.0)
+    assert not speed.rates
+    speed.learn(DISK, MIN_RESTORE_BYTES, 2.0)
+    assert speed.rates == {DISK: MIN_RESTORE_BYTES / 2}
 
 
-def test_the_server_computes_at_the_pace_that_is_learned_and_within_the_memory() -> None:
+def test_prefill_limits_follow_the_learned_pace_and_memory() -> None:
     assert Speed().limits(0.5) is None
     memory = PrefillMemory(1 << 20, 0.0, 0.0, 64 << 20)
-    found = Speed(memory, Pace(), n_positions=1024)
-    limits = found.limits(0.5)
+    speed = Speed(memory, Pace(), n_positions=1024)
+    limits = speed.limits(0.5)
     assert limits is not None and limits.n_positions == 1024
     assert limits is not None and (limits.max_stall_s, limits.max_unused_bytes) == (0.5, 64 << 20)
     assert limits.most_tokens(0) == memory.most_tokens(0) == 64
     limits.took(512, 0, 1024 << 20)
     assert limits.most_tokens(0) == memory.most_tokens(0) < 32 + 1
     limits.pace.learn(0, 512, 1.0)
-    assert found.pace.seconds(0, 1024) == pytest.approx(2.0)
-    assert found.describe() == {
+    assert speed.pace.seconds(0, 1024) == pytest.approx(2.0)
+    assert speed.describe() == {
         "prefill_tokens_per_s": {"0": 512.0},
         "restore_bytes_per_s": {RAM: None, DISK: None},
     }
@@ -81,7 +81,7 @@ class Filling(dict[Any, Any]):
         return ((key, self[key]) for key in self)
 
 
-ASKED: dict[str, Callable[[Speed], object]] = {
+QUERIES: dict[str, Callable[[Speed], object]] = {
     "compute_s": lambda speed: speed.compute_s(0, 5000),
     "describe": Speed.describe,
     "tokens": lambda speed: speed.pace.tokens(5000, 1.0),
@@ -89,8 +89,10 @@ ASKED: dict[str, Callable[[Speed], object]] = {
 }
 
 
-@pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED)
-def test_the_generation_thread_may_learn_while_another_asks(ask: Callable[[Speed], object]) -> None:
+@pytest.mark.parametrize("query", QUERIES.values(), ids=QUERIES)
+def test_rates_can_be_learned_while_another_thread_reads_them(
+    query: Callable[[Speed], object],
+) -> None:
     speed, numbers = Speed(), count(1)
 
     def learn_pace() -> None:
@@ -102,9 +104,9 @@ def test_the_generation_thread_may_learn_while_another_asks(ask: Callable[[Speed
     learn_pace()
     learn_pace()  # the first chunk of a size may not count
     learn_rate()
-    expected = ask(speed)
+    expected = query(speed)
     speed.pace._sums = Filling(speed.pace._sums, learn_pace)
     speed.rates = Filling(speed.rates, learn_rate)
     before = next(numbers)
-    assert ask(speed) == expected
-    assert next(numbers) > before + 1  # it has learned
+    assert query(speed) == expected
+    assert next(numbers) > before + 1  # learning took place

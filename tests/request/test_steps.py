@@ -1,4 +1,4 @@
-"""A restore in parts, between two steps of running replies: the same as without replies."""
+"""A restore in steps, between the steps of running replies, gives the same caches as at once."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def look_up(stored: StoredModel, *, hot: bool = False) -> Lookup:
     return Lookup(prompt, stored.loaded.root, stored.store, stored.loaded)
 
 
-def in_steps(lookup: Lookup) -> tuple[Reuse, int]:
-    """Restore in the smallest steps; return the result, and how many there were."""
+def restore_in_steps(lookup: Lookup) -> tuple[Reuse, int]:
+    """Restore in the smallest steps; return the result and the number of steps."""
     n_steps = 1
     wait_until(lambda: lookup._prefetch is None or lookup._prefetch.finished, "the prefetch")
     while not lookup.advance(0.0):
@@ -84,21 +84,21 @@ def in_steps(lookup: Lookup) -> tuple[Reuse, int]:
     return lookup.restore(), n_steps
 
 
-def assert_same(one: Reuse, other: Reuse) -> None:
-    assert one.outcome.n_reused == other.outcome.n_reused > 0
-    assert one.caches is not None and other.caches is not None
-    for a, b in zip(one.caches, other.caches, strict=True):
+def assert_same(first: Reuse, second: Reuse) -> None:
+    assert first.outcome.n_reused == second.outcome.n_reused > 0
+    assert first.caches is not None and second.caches is not None
+    for a, b in zip(first.caches, second.caches, strict=True):
         for (_, x), (_, y) in zip(tree_flatten(a.state), tree_flatten(b.state), strict=True):
             assert mx.array_equal(x, y) if isinstance(x, mx.array) else x == y
 
 
 @pytest.mark.parametrize("stored", ["llama", "gemma3_text", "mamba2", "falcon_h1"], indirect=True)
-def test_in_steps_or_in_one_go_the_caches_are_the_same(stored: StoredModel) -> None:
+def test_a_restore_in_steps_gives_the_same_caches_as_at_once(stored: StoredModel) -> None:
     for hot in (False, True):
         at_once = look_up(stored, hot=hot).restore()
         lookup = look_up(stored, hot=hot)
         assert lookup.prefetch() != hot
-        reuse, n_steps = in_steps(lookup)
+        reuse, n_steps = restore_in_steps(lookup)
         assert_same(reuse, at_once)
         assert n_steps > (N_PROMPT // 256 if stored.spec.full else 1)
         assert (reuse.outcome.tier == "ram") == hot == (at_once.outcome.tier == "ram")
@@ -106,7 +106,7 @@ def test_in_steps_or_in_one_go_the_caches_are_the_same(stored: StoredModel) -> N
         assert not any(entry.prefetched for entry in stored.store.pool._entries.values())
 
 
-def test_a_restore_that_was_begun_in_steps_ends_in_one_go(stored: StoredModel) -> None:
+def test_a_restore_begun_in_steps_can_be_finished_at_once(stored: StoredModel) -> None:
     """No reply runs any more, so the request enters at once."""
     at_once = look_up(stored).restore()
     lookup = look_up(stored)
@@ -116,7 +116,7 @@ def test_a_restore_that_was_begun_in_steps_ends_in_one_go(stored: StoredModel) -
     assert_same(lookup.restore(), at_once)
 
 
-def test_a_restore_that_is_complete_stays_so_until_it_is_closed(stored: StoredModel) -> None:
+def test_a_complete_restore_keeps_its_caches_until_it_is_closed(stored: StoredModel) -> None:
     lookup = look_up(stored)
     in_steps_left = iter(range(10_000))
     while not lookup.advance(0.0):
@@ -127,7 +127,7 @@ def test_a_restore_that_is_complete_stays_so_until_it_is_closed(stored: StoredMo
     assert caches and not any(cache() for cache in caches)
 
 
-def test_a_close_while_it_restores_lets_go_of_everything(
+def test_closing_a_lookup_during_a_restore_ends_the_restore(
     stored: StoredModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another thread notices that the client left."""
@@ -144,7 +144,7 @@ def test_a_close_while_it_restores_lets_go_of_everything(
         lookup.restore()
 
 
-def test_a_close_while_a_prefetch_begins_lets_go_of_everything(
+def test_closing_a_lookup_as_its_prefetch_begins_releases_all_pins(
     stored: StoredModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another thread notices that the client left."""
@@ -162,7 +162,7 @@ def test_a_close_while_a_prefetch_begins_lets_go_of_everything(
     assert not any(entry.prefetched for entry in pool._entries.values())
 
 
-def test_damage_that_a_prefetch_finds_is_said(stored: StoredModel) -> None:
+def test_damage_found_by_a_prefetch_is_the_reported_reason(stored: StoredModel) -> None:
     lookup = look_up(stored)
     path = block_path(stored.folder, lookup.stored.match.path[2].key)
     content = bytearray(path.read_bytes())
@@ -174,28 +174,28 @@ def test_damage_that_a_prefetch_finds_is_said(stored: StoredModel) -> None:
     assert lookup.restore().outcome.reason is Reason.DAMAGED
 
 
-def test_blocks_that_go_between_two_steps_cost_their_tokens(stored: StoredModel) -> None:
+def test_a_restore_is_cut_at_a_block_deleted_between_steps(stored: StoredModel) -> None:
     at_once = look_up(stored).restore()
     lookup = look_up(stored)
     assert not lookup.advance(0.0)
     lost = lookup.stored.match.path[2]
     stored.store.pool.clear()
     block_path(stored.folder, lost.key).unlink()
-    reuse, _ = in_steps(lookup)
+    reuse, _ = restore_in_steps(lookup)
     assert reuse.outcome.n_reused == lost.start < at_once.outcome.n_reused
     assert_same(reuse, look_up(stored).restore())
 
 
-def test_other_turns_that_are_saved_between_two_steps_change_nothing(stored: StoredModel) -> None:
+def test_turns_saved_between_steps_do_not_change_a_restore(stored: StoredModel) -> None:
     at_once = look_up(stored).restore()
     lookup = look_up(stored)
     assert not lookup.advance(0.0)
     stored.answer([random_ids(9, 600)], 4)
-    reuse, _ = in_steps(lookup)
+    reuse, _ = restore_in_steps(lookup)
     assert_same(reuse, at_once)
 
 
-def test_a_step_that_fails_leaves_the_rest_to_the_request(
+def test_after_a_failed_step_a_restore_at_once_succeeds(
     stored: StoredModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> Any:
@@ -210,7 +210,7 @@ def test_a_step_that_fails_leaves_the_rest_to_the_request(
     assert_same(lookup.restore(), at_once)
 
 
-def test_a_restore_ends_when_its_client_has_gone(
+def test_a_restore_ends_when_its_client_disconnects(
     stored: StoredModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lookup_module, "_LOOK_S", 0.0)
@@ -222,7 +222,7 @@ def test_a_restore_ends_when_its_client_has_gone(
     assert not any(entry.prefetched for entry in stored.store.pool._entries.values())
 
 
-def test_the_buffers_are_not_all_made_in_one_step(
+def test_buffers_are_allocated_in_several_steps(
     stored: StoredModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Touching the memory of a long prompt's caches takes longer than replies may wait."""
@@ -243,8 +243,8 @@ def test_the_buffers_are_not_all_made_in_one_step(
     assert 0 < max(made) < stored.spec.bytes_per_token * N_PROMPT / 2
 
 
-def test_a_client_that_left_leaves_no_caches_behind(stored: StoredModel) -> None:
-    """Python's garbage collector does not know how much memory they have."""
+def test_a_closed_lookup_is_freed_without_garbage_collection(stored: StoredModel) -> None:
+    """Python's garbage collector does not know how much memory caches take."""
     gc.collect()
     gc.disable()
     try:
@@ -258,7 +258,7 @@ def test_a_client_that_left_leaves_no_caches_behind(stored: StoredModel) -> None
         gc.enable()
 
 
-def test_no_step_reads_what_is_being_prefetched(
+def test_a_step_does_not_read_blocks_that_are_being_prefetched(
     stored: StoredModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_go_on = threading.Event()
@@ -273,12 +273,12 @@ def test_no_step_reads_what_is_being_prefetched(
     assert lookup.prefetch()
     assert not lookup.advance(0.0) and not lookup.is_begun
     may_go_on.set()
-    reuse, _ = in_steps(lookup)
+    reuse, _ = restore_in_steps(lookup)
     assert reuse.outcome.n_reused > 0
 
 
 def rewrite(stored: StoredModel, block: Block, change: Callable[[str, mx.array], mx.array]) -> Path:
-    """Change the arrays in the file of a block, which stays whole; return its path."""
+    """Replace the file of a block by a valid file with changed arrays; return its path."""
     path = block_path(stored.folder, block.key)
     _, root, arrays = read_file(path)
     path.unlink()
@@ -288,7 +288,7 @@ def rewrite(stored: StoredModel, block: Block, change: Callable[[str, mx.array],
     return path
 
 
-def test_the_canary_also_runs_between_steps(stored: StoredModel) -> None:
+def test_the_canary_runs_in_steps_and_rejects_changed_blocks(stored: StoredModel) -> None:
     lookup = look_up(stored)
     rewrite(stored, lookup.stored.match.path[-1], lambda _, x: x * 3)
     assert lookup.prefetch()
@@ -296,7 +296,7 @@ def test_the_canary_also_runs_between_steps(stored: StoredModel) -> None:
     n_steps = 1
     while not lookup.advance(0.0):
         n_steps += 1
-        # Another prompt that needs them in the meantime has its own canary.
+        # Another prompt that needs these blocks at this time runs its own canary.
         assert all(entry.read_s for entry in stored.store.pool._entries.values())
     reuse = lookup.restore()
     assert n_steps > 1 and (reuse.caches, reuse.outcome.n_reused) == (None, 0)
@@ -311,10 +311,10 @@ def test_the_canary_also_runs_between_steps(stored: StoredModel) -> None:
     ],
     ids=["dtype", "tokens"],
 )
-def test_a_whole_file_of_another_form_costs_its_tokens(
+def test_a_valid_file_with_unexpected_arrays_is_quarantined(
     stored: StoredModel, change: Callable[[str, mx.array], mx.array]
 ) -> None:
-    """Its key and its checksum are right, and its arrays would be joined."""
+    """The key and the checksum are right, but the arrays have another dtype or length."""
     lookup = look_up(stored)
     lost = lookup.stored.match.path[2]
     path = rewrite(stored, lost, change)
@@ -324,7 +324,7 @@ def test_a_whole_file_of_another_form_costs_its_tokens(
     assert not path.exists() and stored.store.blocks_quarantined == 1
 
 
-def test_what_was_restored_counts_as_used(stored: StoredModel) -> None:
+def test_a_restore_updates_the_time_of_use(stored: StoredModel) -> None:
     def used() -> float:
         unused = stored.store.index.unused(stored.loaded.fingerprint)
         return max(used_s for used_s, is_checkpoint, *_ in unused if not is_checkpoint)

@@ -1,4 +1,4 @@
-"""How much may be wired follows from the weights and the device."""
+"""The limit of wired memory follows from the weights and the device."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ GIB = 1 << 30
 
 
 @pytest.mark.parametrize(
-    ("weights", "expected", "says"),
+    ("weights", "expected", "reason"),
     [
         (8 * GIB, 0, "off: weights take 8.0 GiB of 16.0 GiB recommended, half or less"),
         (9 * GIB, None, "weights take 9.0 GiB of 16.0 GiB recommended, more than half"),
     ],
 )
-def test_the_limit_and_its_reason(weights: int, expected: int | None, says: str) -> None:
-    limit, why = wired_bytes(weights, 16 * GIB)
+def test_memory_is_wired_if_weights_take_more_than_half(
+    weights: int, expected: int | None, reason: str
+) -> None:
+    limit, described = wired_bytes(weights, 16 * GIB)
     assert limit == expected
-    assert says in why
+    assert reason in described
 
 
 def test_the_weights_of_the_draft_model_count() -> None:
