@@ -91,7 +91,7 @@ class Conversations:
         return self.loaded.root
 
     def forward(self, ids: list[int], caches: list[Any]) -> mx.array:
-        """Feed ids, block after block; return the logits of the last one, [vocab]."""
+        """Feed ids, block after block; return the logits of the last id, [vocab]."""
         start, n_cached = 0, caches[0].offset
         while start < len(ids):
             stop = start + GRID - (n_cached + start) % GRID

@@ -311,7 +311,7 @@ def test_a_repeated_prompt_continues_from_its_last_checkpoint(stored: StoredMode
     if hasattr(stored.spec.template[0], "merge"):
         assert row.n_cached == len(prompt) - 1
     else:
-        # Served alone, a prompt is saved only with its reply.
+        # A model that is served alone saves a prompt only with the reply.
         assert row.n_cached == len(histories[-2])
     assert_right(stored, prompt, row)
 
@@ -321,7 +321,7 @@ def test_an_edit_of_an_old_turn_continues_from_the_first_checkpoint(stored: Stor
     stored.store.drain()
     ids = [*histories[1], *random_ids(7, 9)]
     row = stored.row([ids], 1, None)
-    # Served alone, a prompt is saved only with its reply, not at the system prompt's end.
+    # A model that is served alone saves a prompt only with the reply, not after the system prompt.
     is_batched = hasattr(stored.spec.template[0], "merge")
     assert row.n_cached == (40 if is_batched else len(histories[0]))
     assert stored.outcomes[-1].reason is Reason.NO_CHECKPOINT

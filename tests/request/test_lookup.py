@@ -98,10 +98,10 @@ def test_a_prompt_cut_at_any_character_has_recomputed_logits(stored: Any, n: int
         text = talk.loaded.text.decode(ids)
         cut = data.draw(st.integers(0, len(text)))
         ends = ["", " and more", "ü🎉", "\n\nNew", "\ufffd"]
-        asked = text[:cut] + data.draw(st.sampled_from(ends))
+        prompt_text = text[:cut] + data.draw(st.sampled_from(ends))
         if data.draw(st.booleans()):
             talk.forget_hot_blocks()
-        prompt = list(talk.loaded.tokenizer.encode(asked.removeprefix(bos_of(talk.loaded))))
+        prompt = list(talk.loaded.tokenizer.encode(prompt_text.removeprefix(bos_of(talk.loaded))))
         if len(prompt) < 2:
             return
         fed, caches, outcome = talk.ask(prompt)
@@ -330,8 +330,8 @@ def test_damage_of_another_tenants_block_is_not_reported(talk: Conversations) ->
     talk.store.drain()
     lookup = Lookup(Prompt(ids, [ids], ["user"]), talk.root, talk.store, talk.loaded)
     other = replace(talk.root, namespace="them")
-    theirs = Block(block_key(other.key, b"abcd"), other.key, 0, b"abcd", "")
-    talk.store.lose(theirs, "a test")
+    foreign_block = Block(block_key(other.key, b"abcd"), other.key, 0, b"abcd", "")
+    talk.store.lose(foreign_block, "a test")
     assert talk.store.blocks_quarantined == 1
     assert "damaged" not in lookup.restore().outcome.header
 

@@ -84,15 +84,15 @@ class Restores:
 
     def __init__(self, store: BlockStore, keys: Sequence[bytes]) -> None:
         self._pool, self._keys = store.pool, keys
-        self.held: list[KVBlock] = []
+        self.pinned: list[KVBlock] = []
 
     def hold(self) -> int:
-        self.held = self.held or self._pool.pin(self._keys, prefetch=True)
-        return sum(entry.n_bytes for entry in self.held)
+        self.pinned = self.pinned or self._pool.pin(self._keys, prefetch=True)
+        return sum(entry.n_bytes for entry in self.pinned)
 
     def let_go(self) -> None:
-        held, self.held = self.held, []
-        self._pool.unpin(held, prefetch=True)
+        pinned, self.pinned = self.pinned, []
+        self._pool.unpin(pinned, prefetch=True)
 
 
 def account(loaded: Any, store: BlockStore, **more: Any) -> Memory:
@@ -145,7 +145,7 @@ def test_a_limited_number_of_smaller_claims_pass_the_oldest(loaded: Any, store: 
         if not memory.admits(short):
             break
         n_passed += 1
-        short.is_over = lambda: True  # it has ended
+        short.is_over = lambda: True  # the request has ended
     assert n_passed == MOST_PASSED
     memory.weigh((), (), 0)
     assert memory.admits(long)
@@ -189,12 +189,12 @@ def test_the_blocks_of_several_restores_must_fit_together(loaded: Any, store: Bl
     left = memory._usable_bytes - memory._needed([10, 10], ROOM + GROWTH)
     keys = fill(store, 100, left * 3 // 4 // 100)
     first, second = Restores(store, keys[:80]), Restores(store, keys[20:])
-    assert memory.admits(claim(0, 10, first)) and first.held
+    assert memory.admits(claim(0, 10, first)) and first.pinned
     fill(store, 200, left * 3 // 4 // 100)
     others = Restores(store, [number.to_bytes(2, "big") for number in range(100, 200)])
     late = claim(1, 10, others)
-    assert others.hold() and not memory.admits(late) and not others.held
-    assert memory.admits(claim(2, 10, second)) and second.held  # shares most blocks with `first`
+    assert others.hold() and not memory.admits(late) and not others.pinned
+    assert memory.admits(claim(2, 10, second)) and second.pinned  # shares most blocks with `first`
     assert store.pool.n_bytes <= store.pool.max_bytes
     first.let_go()
     second.let_go()
@@ -207,10 +207,10 @@ def test_a_restore_that_does_not_fit_pins_no_blocks(loaded: Any, store: BlockSto
     keys = fill(store, 100, 1 << 16)
     short, long = Restores(store, keys[:20]), Restores(store, keys)
     memory.enters(claim(0, 4000, short))
-    assert len(short.held) == 20
+    assert len(short.pinned) == 20
     memory.enters(claim(1, 15_000, long))
-    assert not long.held and store.pool.n_bytes <= store.pool.max_bytes
-    assert len(short.held) == 20
+    assert not long.pinned and store.pool.n_bytes <= store.pool.max_bytes
+    assert len(short.pinned) == 20
 
 
 def test_an_idle_account_leaves_room_for_a_chunk(loaded: Any, store: BlockStore) -> None:

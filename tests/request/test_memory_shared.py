@@ -207,17 +207,19 @@ def test_many_sessions_share_memory_that_fits_only_a_few(
 ) -> None:
     """Replies outgrow the memory and are parked; then each session has another turn."""
     monkeypatch.setattr("tests.request.test_memory_shared.N_REPLY", n_reply)
-    asked = prompts(n_sessions)
+    turn_prompts = prompts(n_sessions)
     alone = serve(family, "alone")
-    expected = [alone.run([ids])[0] for ids in asked]
+    expected = [alone.run([ids])[0] for ids in turn_prompts]
     together = serve(family, "together", n_fill)
     for turn in range(2):
         if turn:
-            asked = [[*ids, *reply, 5, 6, 7] for ids, reply in zip(asked, expected, strict=True)]
-            expected = [alone.run([ids])[0] for ids in asked]
+            turn_prompts = [
+                [*ids, *reply, 5, 6, 7] for ids, reply in zip(turn_prompts, expected, strict=True)
+            ]
+            expected = [alone.run([ids])[0] for ids in turn_prompts]
             together.close()
             together = serve(family, "together", n_fill)
-        assert together.run(asked, has_pressure=family == "gemma3_text") == expected
+        assert together.run(turn_prompts, has_pressure=family == "gemma3_text") == expected
         assert turn or (together.n_parked > 0 and together.most_running >= n_fill)
         assert together.most_bytes <= together.memory.total_bytes + together.block_bytes
 
@@ -242,10 +244,10 @@ def test_a_very_long_prompt_and_twenty_short_prompts_are_served(
     short = prompts(20)
     long = [(i * i + 3 * i) % 200 for i in range(6_000)]
     alone = serve("llama", "alone")
-    asked = [*short[:10], long, *short[10:]]
-    expected = [alone.run([ids])[0] for ids in asked]
+    all_prompts = [*short[:10], long, *short[10:]]
+    expected = [alone.run([ids])[0] for ids in all_prompts]
     together = serve("llama", "together", 5)
-    assert together.run(asked) == expected
+    assert together.run(all_prompts) == expected
     assert not together.memory.waiting and not together.generator.parked
 
 

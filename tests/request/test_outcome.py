@@ -215,27 +215,29 @@ def test_the_reason_names_the_least_different_root(store: BlockStore) -> None:
     assert why_not_stored([1], STORED_TEXT, NO_MATCH, ROOT, store)[0] is Reason.OTHER_PRECISION
 
 
-@pytest.mark.parametrize("theirs", [{"namespace": "them"}, {"session": "theirs"}])
-@pytest.mark.parametrize("own", [{}, {"fingerprint": "another"}, {"layout": "8b64"}])
+@pytest.mark.parametrize("foreign", [{"namespace": "them"}, {"session": "theirs"}])
+@pytest.mark.parametrize("earlier", [{}, {"fingerprint": "another"}, {"layout": "8b64"}])
 def test_the_reported_reason_does_not_depend_on_other_tenants(
     store: BlockStore,
-    theirs: dict[str, Any],
-    own: dict[str, Any],
+    foreign: dict[str, Any],
+    earlier: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Other tenants store more blocks, and in more trees than are searched."""
     monkeypatch.setattr("mlx_lm_kvpersist.request.outcome._MAX_ROOTS", 2)
-    if own:
-        other = replace(ROOT, **own)
+    if earlier:
+        other = replace(ROOT, **earlier)
         save(store, other, block_of(other, STORED_TEXT))
     alone = why_not_stored([1], STORED_TEXT, NO_MATCH, ROOT, store)
     for n in range(3):
-        other = replace(ROOT, fingerprint=f"fingerprint{n or ''}", **theirs)
+        other = replace(ROOT, fingerprint=f"fingerprint{n or ''}", **foreign)
         longer = Block(block_key(other.key, b"abcd"), other.key, 0, b"abcd", STORED_TEXT + "More.")
         save(store, other, block_of(other, STORED_TEXT), longer)
         with_others = why_not_stored([1], STORED_TEXT, NO_MATCH, ROOT, store)
         assert (with_others[0].word, with_others[1]) == (alone[0].word, alone[1])
-    assert own or with_others[0] is Reason.OTHER_NAMESPACE, "the operator's why does not name it"
+    assert earlier or with_others[0] is Reason.OTHER_NAMESPACE, (
+        "the operator's why does not name it"
+    )
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ class Server:
         return sent
 
     def forget_hot_blocks(self) -> None:
-        # A reply's last part is sent before its turn is saved.
+        # The last part of a reply is sent before the turn is saved.
         wait_until(lambda: not self.generator._serving, "the end of all replies")
         self.store.drain()
         self.store.pool.clear()
@@ -235,7 +235,7 @@ def test_running_replies_continue_while_a_restore_is_joined(
     add, put = Joiner.add, ReplyQueue.put
     n_items, added = 0, list[int]()
 
-    def noted(*args: Any) -> None:
+    def count_items(*args: Any) -> None:
         nonlocal n_items
         n_items += 1
         put(*args)
@@ -245,7 +245,7 @@ def test_running_replies_continue_while_a_restore_is_joined(
         time.sleep(0.15)
         add(*args)
 
-    monkeypatch.setattr(ReplyQueue, "put", noted)
+    monkeypatch.setattr(ReplyQueue, "put", count_items)
     monkeypatch.setattr(Joiner, "add", slowly)
     server.decode()
     again = server.served(prompt)
@@ -276,16 +276,16 @@ def test_a_prompt_is_looked_up_once_on_its_clients_thread(
 ) -> None:
     find, threads = Lookup._find, list[threading.Thread]()
 
-    def noted(*args: Any) -> Any:
+    def record_thread(*args: Any) -> Any:
         threads.append(threading.current_thread())
         return find(*args)
 
-    monkeypatch.setattr(Lookup, "_find", noted)
+    monkeypatch.setattr(Lookup, "_find", record_thread)
     prompt = synthetic_text(400, seed=3)
     requests = []
     for _ in range(2):
         requests.append(server.served(prompt))
-        server.forget_hot_blocks()  # a commit after the lookup would make it look again
+        server.forget_hot_blocks()  # a commit after the lookup would repeat the lookup
     assert threads == [request.thread for request in requests]
 
 

@@ -254,7 +254,7 @@ def test_a_damaged_or_packed_unfinished_block_is_recomputed(stored: StoredModel,
     check_restore(stored, 305, 300, expected)
 
 
-def test_a_block_trimmed_back_from_the_next_is_stored_exactly(
+def test_a_cache_trimmed_over_a_block_end_stores_full_precision(
     stored: StoredModel,
 ) -> None:
     sequence = RunningSequence(stored.loaded.root, 200, session="s")

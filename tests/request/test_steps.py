@@ -62,7 +62,7 @@ def stored(
     model, folder = answered(getattr(request, "param", "llama"))
     shutil.copytree(folder, tmp_path / "store")
     with closing(StoredModel(model, probe_model(model), tmp_path / "store")) as made:
-        made.store.drain()  # its first look at what is stored may open the index once more
+        made.store.drain()  # the store's first look at the folder may open the index again
         yield made
 
 
