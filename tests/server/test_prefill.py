@@ -88,7 +88,7 @@ def talk(seed: int, n_chars: int = LONG, question: str = "What?") -> list[Messag
 def test_tokens_computed_for_a_disconnected_client_are_reused(
     server: ServerProcess, params: dict[str, Any]
 ) -> None:
-    messages = talk(len(params) + 100)
+    messages = talk(len(params) + 100, 2 * LONG)  # chunks of 2,048 tokens are a sixth of it
     leaving = LeavingClient(server, messages, stream=True, **params)
     n_done = leaving.read_until(0.4)
     leaving.leave()
@@ -105,15 +105,16 @@ def test_prompt_continues_from_written_blocks_after_kill_9(
     plugin = "--plugin", "kvpersist"
     folder, env = str(tmp_path / "store"), openblas_env()
     server = start_server(tiny_model, *plugin, "--kvpersist-dir", folder, env=env)
-    leaving = LeavingClient(server, talk(2), stream=True)
+    messages = talk(2, 2 * LONG)
+    leaving = LeavingClient(server, messages, stream=True)
     leaving.read_until(0.5)
     wait_until(lambda: n_stored(server) >= 5, "blocks on the disk")
     server.restart(kill=True)
     leaving.leave()
-    cut = server.chat(talk(2), max_tokens=8, temperature=0.0)
+    cut = server.chat(messages, max_tokens=8, temperature=0.0)
     assert 5 * 256 <= cut.cached_tokens < cut.prompt_tokens - 1, cut.cached_tokens
     other = {"X-KVPersist-Namespace": "other"}  # with an empty store
-    whole = server.chat(talk(2), max_tokens=8, temperature=0.0, headers=other)
+    whole = server.chat(messages, max_tokens=8, temperature=0.0, headers=other)
     assert whole.cached_tokens == 0 and whole.text == cut.text
 
 
