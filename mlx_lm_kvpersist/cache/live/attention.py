@@ -66,17 +66,19 @@ class _Span(NamedTuple):
 class PackedKV:
     """Packed keys, or values, of one layer on their way from the cache to attention.
 
-    `buffers` are the cache's own, with spare room after the first `n_tokens`. `newest` are the last
-    tokens [B, H, n, D] in full precision: the queries' tokens, and some of the `n_own` earlier
-    tokens in the first query's block of the grid; the rest of that block is packed. If rows differ
-    in `n_own`, each row has one query: `n_own` is then the largest number of any row. `is_padded`:
-    some rows of `newest` have zeros in front, in the place of tokens that are packed.
+    `buffers` are the cache's own, with spare room after the first `n_tokens`. The buffer `newest`
+    [B, H, S, D] begins with the last `n_newest` tokens in full precision: the queries' tokens, and
+    some of the `n_own` earlier tokens in the first query's block of the grid; the rest of that
+    block is packed. If rows differ in `n_own`, each row has one query: `n_own` is then the largest
+    number of any row. `is_padded`: some rows of `newest` have zeros in front, in the place of
+    tokens that are packed.
     """
 
     buffers: Packed
     quantization: Quantization
     n_tokens: int
     newest: mx.array
+    n_newest: int
     n_own: int = 0
     strategy: Strategy = "packed"
     tile_bytes: int = MAX_DEQUANTIZED_BYTES
@@ -88,7 +90,10 @@ class PackedKV:
         """Return the attention of `queries` over these keys and `values`."""
         if self.is_computed and (queries.shape[2] == 1 or not builds_for_each_length()):
             return mx.fast.scaled_dot_product_attention(
-                queries, self.newest, values.newest, scale=scale, mask=mask
+                queries,
+                *(x.newest[:, :, : x.n_newest] for x in (self, values)),
+                scale=scale,
+                mask=mask,
             )
         if self.strategy == "packed":
             return packed_attention(queries, self, values, scale, mask)
@@ -98,7 +103,7 @@ class PackedKV:
     def spans(self, n_queries: int, mask: Mask) -> list[_Span]:
         """Return the queries cut at the ends of blocks."""
         n_keys, n_own, start = self.n_tokens, self.n_own, 0
-        before, first, spans = n_keys - n_queries, n_keys - self.newest.shape[2], []
+        before, first, spans = n_keys - n_queries, n_keys - self.n_newest, []
         while start < n_queries:
             stop = min(n_queries, start + pk.GRID - n_own)
             spans.append(_Span(start, stop, first, n_keys if mask is None else before + stop))
@@ -130,7 +135,7 @@ class PackedKV:
 
     def computed(self, first: int, last: int) -> mx.array:
         """Return tokens [first, last) in full precision."""
-        before = self.n_tokens - self.newest.shape[2]
+        before = self.n_tokens - self.n_newest
         return self.newest[:, :, first - before : last - before]
 
     def placed(self, packed: mx.array, own: mx.array, at: tuple[Any, ...]) -> mx.array:
@@ -212,8 +217,9 @@ def _fused(
             array = mx.pad(array, [(0, 0), (0, 0), (0, n_more), (0, 0)])
         if len(spans) > 1:
             rounded.append(x.dequantized(first, last, dtype))
-        own = pk.prepared(x.newest, x.quantization)
-        keys_and_values.append(x.placed(array, own, (..., slice(first, last), slice(None))))
+        # MLX would copy a slice before it rotates it.
+        own = pk.prepared(x.newest, x.quantization)[:, :, : x.n_newest]
+        keys_and_values.append(x.placed(array, own, (slice(None), slice(None), slice(first, last))))
     if len(spans) == 1:
         own_mask = _causal(spans[0], last + n_more, dtype) if is_padded else mask
         return _attended(queries, keys_and_values, last + n_more, scale, own_mask)

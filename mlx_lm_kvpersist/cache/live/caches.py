@@ -351,10 +351,10 @@ class PackedCache(Buffers):
         strategy = plan.choose(n_new, n_tokens, keys.shape[0], token_bytes)
         is_computed = self.newest.size() == n_tokens <= pk.GRID
         is_computed = is_computed and self.newest.lengths == self.lengths
-        how = most_own, strategy, tile_bytes, is_computed, any(self.newest._padding)
-        new_keys, new_values = self.newest.view()
-        fetched_keys = PackedKV(self.keys, key_side, n_tokens, new_keys, *how)
-        fetched_values = PackedKV(self.values, value_side, n_tokens, new_values, *how)
+        newest, is_padded = self.newest, any(self.newest._padding)
+        how = newest.size(), most_own, strategy, tile_bytes, is_computed, is_padded
+        fetched_keys = PackedKV(self.keys, key_side, n_tokens, newest.keys, *how)
+        fetched_values = PackedKV(self.values, value_side, n_tokens, newest.values, *how)
         if n_new > pk.GRID:
             self.forget()
         return fetched_keys, fetched_values

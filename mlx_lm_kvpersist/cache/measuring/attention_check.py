@@ -294,6 +294,7 @@ class _Layer:
                     side,
                     self.n_keys,
                     rows(newest, factor),
+                    _N_COMPUTED,
                     _N_COMPUTED - n_queries,
                     strategy,
                     is_padded=n_rows > 1,

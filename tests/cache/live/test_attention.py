@@ -79,7 +79,7 @@ class Case:
             packed = pk.quantize(computed, side)
             for buffer in packed:
                 buffer[:, :, own] = 0
-            sides.append(PackedKV(packed, side, self.n_keys, computed[:, :, own]))
+            sides.append(PackedKV(packed, side, self.n_keys, computed[:, :, own], self.n_queries))
         queries = mx.random.normal(
             (self.n_rows, self.n_heads, self.n_queries, self.k_dim), key=keys[2]
         )
