@@ -15,11 +15,11 @@ _INTRO = f"""# Models
 
 This page shows how the plugin stores the caches of each architecture of mlx-lm. The results come
 from tiny models with random float32 weights on a CPU, with mlx-lm {{mlx_lm}} and mlx {{mlx}}.
-The command `mlx-lm-kvpersist spec --model M` shows how your model's cache is stored.
+`mlx-lm-kvpersist spec --model M` shows how your model's cache is stored.
 
 - *Layers*: the kinds of caches that the model's layers have.
-- *Resumes at*: a prompt that diverges from a stored conversation resumes at the last multiple of
-  256 tokens, or at an earlier checkpoint. A prompt that continues a conversation reuses all of it.
+- *Resumes at*: if a prompt diverges from a stored conversation, computing resumes at the last
+  multiple of 256 tokens, or at an earlier checkpoint. A continued conversation is reused whole.
 - *In one batch*: whether the server computes prompts or replies of several conversations together.
 
 {{summary}}.
@@ -29,36 +29,37 @@ The command `mlx-lm-kvpersist spec --model M` shows how your model's cache is st
 ## How this was tested
 
 With each model, the stock server's batch generator computes a conversation of {N_TURNS} turns. The
-conversation is longer than a block and longer than the model's windows. The plugin has its default
-precision: keys in 8 bits, values in 4, rotated. The test compares the conversation with:
+conversation is longer than a block and the model's windows. The precision is the plugin's default
+(8-bit keys and 4-bit values, rotated). The results of the plugin's caches without a store are
+compared with the results of:
 
-- the model's own caches, rounded as the plugin rounds them;
-- the same conversation with a store that is closed and opened in the middle;
-- the conversation after a restart, with another last turn;
-- prompts that diverge from the conversation in the middle of a turn;
-- the conversation in a batch with other conversations and a new prompt;
-- a conversation that begins shorter than the windows, with a restart before each turn.
+- the model's own caches, with the same rounding;
+- the conversation with a store that is reopened before two turns;
+- another last turn after the store is reopened;
+- prompts that diverge from the conversation at several positions;
+- other last turns in a batch with an unrelated prompt;
+- a conversation that begins shorter than the windows; the store is reopened before each turn.
 
-*Equal* means that the most likely token is the same in every step, and that log-probabilities
-differ by at most {TOLERANCE:g} of their range. The largest difference of an equal model is
-{{largest}}. *Refused* means that the server serves the model without the store; the log says so.
+*Equal* means that log-probabilities differ in every step by at most {TOLERANCE:g} of their range.
+The largest difference of an equal model is {{largest}}. The server serves a *refused* model without
+the store, and says so in the log.
 
-`python -m models_check` repeats the test. `--only NAME` tests one architecture and prints its
-details. `--write docs/models.md` writes this page.
+`python -m models_check` repeats the test. `--only NAME` prints details of one architecture.
+`--write docs/models.md` writes this page.
 """
 
 _TURNS = """
 ## What a turn writes
 
-The table counts a turn of 500 tokens. Models with sliding windows or recurrent layers also write
-checkpoints ([when](store.md#what-happens-when)).
+The table shows the bytes that a turn of 500 tokens writes. Models with sliding windows or recurrent
+layers also write checkpoints, but [postpone](store.md#what-happens-when) most of them.
 
-- *In a row*: turns of a tool loop at 1,000 tokens a second, with a checkpoint every two seconds.
-- *After a rest*: nothing continued the conversation for 30 seconds, so its last checkpoint is
-  written.
-- *Every turn at once*: the bytes that a turn would write if no checkpoint were postponed.
+- *In a row*: a turn of a tool loop that computes 1,000 tokens a second and writes a checkpoint
+  every two seconds.
+- *After a rest*: a turn that nothing continues for 30 seconds, so its last checkpoint is written.
+- *Every turn at once*: a turn, if no checkpoint were postponed.
 
-The bytes are computed from each real model's config.json, in bfloat16. Tiny models with such layers
+The bytes are computed from each model's config.json, in bfloat16. Tiny models with checkpoints
 write [as many bytes as computed](benchmarks.md#settled-questions).
 
 <!-- made: turns -->
@@ -118,9 +119,9 @@ def page(findings: Sequence[Finding]) -> str:
         "## Refused, or wrong\n",
         *(reasons or ["None."]),
         "\n## As in stock\n",
-        "For these models, stock's own caches differ, too. *Live* is the first "
-        "comparison above,\n*cut anywhere* the fourth. The numbers are shares of the range of "
-        "log-probabilities:\n",
+        "With these models, the stock server's results also change if it computes a prompt in "
+        "pieces or in a\nbatch. *Live* is the first comparison above, *cut anywhere* is the "
+        "fourth. The numbers are shares of\nthe range of log-probabilities:\n",
         *(excused or ["None."]),
         _TURNS.rstrip("\n"),
     ]
