@@ -15,14 +15,13 @@ from mlx_lm.models.cache import QuantizedKVCache
 
 from mlx_lm_kvpersist.cli.selftest import check_patch
 from mlx_lm_kvpersist.errors import (
-    PatchError,
     PatchNotEffective,
     SelfTestFailed,
     SignatureChanged,
     TargetMissing,
 )
 from mlx_lm_kvpersist.host import install, manager, uninstall
-from mlx_lm_kvpersist.host.patching import probes, versions
+from mlx_lm_kvpersist.host.patching import probes
 from mlx_lm_kvpersist.host.patching.patches import (
     PATCH_SET,
     PATCHES,
@@ -367,13 +366,6 @@ def test_selftest_refuses_a_probe_that_cannot_fail(server: ModuleType) -> None:
     )
     with pytest.raises(SelfTestFailed, match="proves nothing"):
         check_patch(blind)
-
-
-def test_target_missing_is_a_patch_error_and_installed_versions_are_known(
-    server: ModuleType,
-) -> None:
-    assert issubclass(TargetMissing, PatchError)
-    assert versions.is_known(versions.installed("mlx-lm"), versions.installed("mlx"))
 
 
 def test_clear_cache_is_patched_only_with_several_gpus(

@@ -34,6 +34,10 @@ def test_measured_pairs_are_known(mlx_lm: str, mlx: str) -> None:
     assert versions.is_known(mlx_lm, mlx)
 
 
+def test_installed_versions_are_known() -> None:
+    assert versions.is_known(versions.installed("mlx-lm"), versions.installed("mlx"))
+
+
 @pytest.mark.parametrize(
     ("mlx_lm", "mlx"),
     [("0.32.9", "0.32.4"), ("0.32.2", "0.33.1"), ("0.32.2", "0.32.5.dev20261101+abc")],

@@ -653,11 +653,9 @@ def test_after_a_failed_step_new_requests_run_alone(serve: Callable[..., Serving
     assert not joins.context._should_stop
 
 
-def test_plugin_gets_the_memory_of_each_chunk(
-    serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The model allocates 8 MiB in each call, like activations."""
-    computed, chunks = Counting.__call__, list[tuple[int, int, int]]()
+def allocate_8_mib_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the model allocate memory like activations."""
+    computed = Counting.__call__
 
     def wasteful(model: Counting, ids: mx.array, cache: list[Any]) -> mx.array:
         logits = computed(model, ids, cache)
@@ -667,6 +665,13 @@ def test_plugin_gets_the_memory_of_each_chunk(
         return logits
 
     monkeypatch.setattr(Counting, "__call__", wasteful)
+
+
+def test_plugin_gets_the_memory_of_each_chunk(
+    serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocate_8_mib_in_each_call(monkeypatch)
+    chunks: list[tuple[int, int, int]] = []
     serving = serve(max_chunk=256, joins=True, took=lambda *chunk: chunks.append(chunk))
     serving.run(serving.ask(1000, 600))
     assert [chunk[:2] for chunk in chunks] == [(256, 0), (44, 256), (212, 300), (87, 512)]

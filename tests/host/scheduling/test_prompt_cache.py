@@ -66,10 +66,9 @@ def test_exact_hit_in_stocks_cache_leaves_tokens_to_compute(
     patched_server: ModuleType, n_tokens: int
 ) -> None:
     """Stock returns an empty rest here, which ends its generation thread."""
-    cache, _ = filled_cache(patched_server, 8)
-    caches, rest = cache.fetch_nearest_cache("m", list(range(8)))
-    assert rest == [6, 7]
-    assert caches[0].offset == 6
+    cache, _ = filled_cache(patched_server, n_tokens)
+    caches, rest = cache.fetch_nearest_cache("m", list(range(n_tokens)))
+    assert (caches[0].offset, rest) == (n_tokens - 2, [n_tokens - 2, n_tokens - 1])
 
 
 def test_exact_hit_of_one_token_is_a_miss(patched_server: ModuleType) -> None:

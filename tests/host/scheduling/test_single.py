@@ -19,7 +19,7 @@ from mlx_lm_kvpersist.host.scheduling.model_provider import MOST_IN_A_ROW
 from mlx_lm_kvpersist.host.scheduling.prefill import MOST_DRAFTED, plugin_stream_generate
 from mlx_lm_kvpersist.host.scheduling.waiting import WEIGH_EVERY, ReplyQueue
 
-from .test_prefill import Counting, Plugin, Saving, keys_of
+from .test_prefill import Counting, Plugin, Saving, allocate_8_mib_in_each_call, keys_of
 
 IDS = list(range(1000, 1200))
 N_SYSTEM = 70
@@ -134,13 +134,16 @@ def test_untaken_prompt_is_passed_to_stock_unchanged() -> None:
     assert single.options == arguments and not single.model.computed
 
 
-def test_plugin_gets_the_memory_of_each_chunk_of_a_single_prompt() -> None:
+def test_plugin_gets_the_memory_of_each_chunk_of_a_single_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    allocate_8_mib_in_each_call(monkeypatch)
     single, chunks = Single(), []
     took = lambda *chunk: chunks.append(chunk)  # noqa: E731
     single.plugin.limits = replace(single.plugin.limits, took=took)
     single.limited().compute()
     assert [chunk[:2] for chunk in chunks] == [(64, 0), (6, 64), (58, 70), (64, 128), (7, 192)]
-    assert all(n_bytes >= 0 for *_, n_bytes in chunks)
+    assert all(7 << 20 < n_bytes < 20 << 20 for *_, n_bytes in chunks)
 
 
 def test_memory_account_is_updated_while_a_single_reply_grows() -> None:

@@ -9,12 +9,14 @@ import pytest
 
 from mlx_lm_kvpersist.errors import ClientGone, DeviceFailed, RequestRefused
 from mlx_lm_kvpersist.host.scheduling import model_provider
-from mlx_lm_kvpersist.host.scheduling.model_provider import MOST_IN_A_ROW, StepFailures
+from mlx_lm_kvpersist.host.scheduling.model_provider import MOST_IN_A_ROW, Step, StepFailures
 
 
-def fail(failures: StepFailures, n: int, error: Exception | None = None) -> None:
+def fail(
+    failures: StepFailures, n: int, error: Exception | None = None, step: Step = "prompt"
+) -> None:
     for _ in range(n):
-        failures.failed(error or RuntimeError("no memory"), "prompt")
+        failures.failed(error or RuntimeError("no memory"), step)
 
 
 def test_failures_in_a_row_end_the_server() -> None:
@@ -24,11 +26,16 @@ def test_failures_in_a_row_end_the_server() -> None:
         fail(failures, 1)
 
 
-def test_successful_step_resets_the_count_of_failed_prompts() -> None:
+@pytest.mark.parametrize(
+    ("failed", "succeeded"), [("prompt", "prompt"), ("prompt", "reply"), ("reply", "reply")]
+)
+def test_successful_step_resets_the_count_of_failures(failed: Step, succeeded: Step) -> None:
     failures = StepFailures()
-    for step in ("prompt", "reply", "prompt"):
-        fail(failures, MOST_IN_A_ROW - 1)
-        failures.succeeded(step)
+    fail(failures, MOST_IN_A_ROW - 1, step=failed)
+    failures.succeeded(succeeded)
+    fail(failures, MOST_IN_A_ROW - 1, step=failed)
+    with pytest.raises(DeviceFailed, match="8 steps in a row failed"):
+        fail(failures, 1, step=failed)
 
 
 def test_successful_prompts_do_not_reset_the_count_of_failed_replies() -> None:
@@ -43,7 +50,11 @@ def test_successful_prompts_do_not_reset_the_count_of_failed_replies() -> None:
     "error", [ClientGone(), RequestRefused("too long")], ids=["gone", "refused"]
 )
 def test_refused_requests_and_lost_clients_are_not_counted(error: Exception) -> None:
-    fail(StepFailures(), 3 * MOST_IN_A_ROW, error)
+    failures = StepFailures()
+    fail(failures, MOST_IN_A_ROW - 1)
+    fail(failures, MOST_IN_A_ROW, error)
+    with pytest.raises(DeviceFailed, match="8 steps in a row failed"):
+        fail(failures, 1)
 
 
 @pytest.mark.parametrize("n_refused", [1, 2, 3])
