@@ -146,8 +146,9 @@ def test_small_files_are_hashed_as_a_whole(tmp_path: Path) -> None:
 
 
 def test_equal_large_files_have_equal_hashes(tmp_path: Path) -> None:
-    """The file's name and time do not count."""
-    path, other = tmp_path / "model.safetensors", tmp_path / "copy.safetensors"
+    """The file's folder, name and time do not count."""
+    path, other = tmp_path / "model.safetensors", tmp_path / "other" / "copy.safetensors"
+    other.parent.mkdir()
     start = write_weights(path)
     overwrite(path, start + 5 * MIB, b"\1" * 7 * MIB)
     shutil.copy(path, other)

@@ -121,7 +121,11 @@ def test_masks_are_arrays_only_if_keys_are_hidden_or_requested() -> None:
 def test_empty_batch_with_left_padding_matches_stock() -> None:
     ours, stock = FullPrecisionBatchKVCache([0, 3]), BatchKVCache([0, 3])
     assert_same_state(ours, stock)
-    assert isinstance(ours.make_mask(1), mx.array)
+    mask = ours.make_mask(5)
+    assert isinstance(mask, mx.array) and mx.array_equal(mask, stock.make_mask(5))
+    for batch in (ours, stock):
+        batch.update_and_fetch(*random_kv(1, 5, 2))
+    assert_same_state(ours, stock)
 
 
 def test_merging_one_cache_and_keeping_all_rows_copies_nothing() -> None:
