@@ -122,8 +122,10 @@ def test_agent_ignores_the_clients_session_header(service: Service) -> None:
 
 
 @pytest.mark.parametrize("field", ["id", "system", "messages", "tools", "model"])
-def test_null_field_of_a_new_agent_is_accepted(service: Service, field: str) -> None:
+def test_null_field_of_a_new_agent_is_not_set(service: Service, field: str) -> None:
     assert service.call("POST", "/v1/agents", {field: None})[0] == 201
+    (agent,) = service.api._agents.values()
+    assert agent.id.startswith("agent-") and agent.beginning == {"messages": []}
 
 
 def test_failed_deletion_keeps_the_agent_and_can_be_repeated(

@@ -42,9 +42,3 @@ def test_client_setups_use_the_same_server_and_model_aliases() -> None:
 def test_page_names_every_api_path() -> None:
     paths = (MESSAGES_PATH, COUNT_PATH, RESPONSES_PATH, *HELLO_PATHS)
     assert [path for path in paths if f" {path}`" not in API] == []
-
-
-def test_section_on_uncached_models_omits_supported_cases() -> None:
-    """Sliding windows and recurrent states are stored; the page once said the opposite."""
-    section = REUSE[REUSE.index("## What keeps no cache") : REUSE.index("## Warm up")]
-    assert "KVCache" not in section and "draft model" in section and "images" not in section

@@ -26,8 +26,8 @@ def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
     return dict(action.choices)
 
 
-OF_ALL = {"--kvpersist-dir", "--kvpersist-encrypt"}
-"""Options of all commands that open a store."""
+OF_ALL = {"-h", "--help", "--json", "--kvpersist-dir", "--kvpersist-encrypt"}
+"""Options of all commands, which their rows do not repeat."""
 
 
 @pytest.mark.parametrize("group", ["sessions", "store"])
@@ -37,13 +37,7 @@ def test_store_page_lists_every_command_and_option(group: str) -> None:
     assert rows.keys() == commands.keys()
     for name, command in commands.items():
         options = {o for action in command._actions for o in action.option_strings}
-        for option in options - {
-            "-h",
-            "--help",
-            "--json",
-            "--kvpersist-dir",
-            "--kvpersist-encrypt",
-        }:
+        for option in options - OF_ALL:
             assert option in rows[name], f"{group} {name} {option}"
 
 
