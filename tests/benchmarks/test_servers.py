@@ -224,7 +224,6 @@ def test_ours_has_the_default_precision() -> None:
     assert SIDES[OURS].bits == "k8v4" and "--kvpersist-kv-bits" not in SIDES[OURS].flags
 
 
-@pytest.mark.skipif(sys.platform == "darwin", reason="macOS has no posix_fadvise")
 def test_servers_are_spread_over_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sides = [SIDES[name] for name in (OURS, OURS_16, STOCK)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
@@ -247,6 +246,7 @@ def _gpus(fleet: Fleet) -> list[list[str | None]]:
     ]
 
 
+@pytest.mark.skipif(sys.platform == "darwin", reason="macOS has no posix_fadvise")
 def test_drop_cached_pages_removes_a_file_from_the_page_cache(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(1 << 20))

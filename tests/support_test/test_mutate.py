@@ -63,9 +63,10 @@ def test_mutants_of_equal_lines_have_different_keys(tmp_path: Path) -> None:
 
 def test_target_tests_of_every_module_exist() -> None:
     for folder in FOLDERS:
-        for path in sorted((ROOT / PACKAGE / folder).glob("*.py")):
-            for target in targets_of(str(path.relative_to(ROOT))):
-                assert not target.startswith("tests/") or (ROOT / target).exists(), target
+        for path in sorted((ROOT / PACKAGE / folder).rglob("*.py")):
+            targets = targets_of(str(path.relative_to(ROOT)))
+            tests = [target for target in targets if target.startswith("tests/")]
+            assert tests and all((ROOT / test).exists() for test in tests), (path, targets)
 
 
 def test_accepted_mutants_exist_in_the_source_with_a_reason() -> None:

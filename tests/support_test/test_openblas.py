@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import os
+import runpy
 import subprocess
 import sys
 
@@ -53,8 +55,13 @@ def test_a_process_preloads_the_library(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_launcher_runs_a_command_with_openblas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LD_PRELOAD", raising=False)
-    shown = "import os; print(os.environ.get('LD_PRELOAD', ''))"
-    launcher = [sys.executable, "-m", "tests.support.openblas", sys.executable, "-c", shown]
-    done = subprocess.run(launcher, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == openblas.openblas_env().get("LD_PRELOAD", "")
+    run: list[tuple[str, list[str], dict[str, str]]] = []
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(sys, "argv", ["openblas.py", "a", "command"])
+    monkeypatch.setattr(ctypes.util, "find_library", lambda name: f"lib{name}.so.0")
+    monkeypatch.setattr(os, "execvpe", lambda *call: run.append(call))
+    monkeypatch.setenv("LD_PRELOAD", "other.so")
+    runpy.run_path(openblas.__file__, run_name="__main__")
+    ((program, command, environment),) = run
+    assert (program, command) == ("a", ["a", "command"])
+    assert environment.items() >= {**os.environ, "LD_PRELOAD": "libopenblas.so.0:other.so"}.items()
