@@ -195,10 +195,8 @@ def test_commit_without_blocks_saves_a_checkpoint_of_a_stored_block(store: Block
     nodes = chain([1], [2])
     save_turn(store, nodes, "s")
     checkpoint = window(nodes[0])
-    store.commit(
-        Commit(ROOT, (), checkpoints=(checkpoint,)),
-        [*[], *[(checkpoint, arrays_of_checkpoint(checkpoint))]],
-    )
+    new = [(checkpoint, arrays_of_checkpoint(checkpoint))]
+    store.commit(Commit(ROOT, (), checkpoints=(checkpoint,)), new)
     again = reopened(store)
     assert checkpoints_of(again, *nodes) == {checkpoint}
     again.close()
@@ -360,7 +358,7 @@ def tight(store: BlockStore, n_bytes: int) -> DiskStore:
     store.close()
     disk = DiskStore(store.folder, store.limits)
     max_disk_bytes = disk.used_bytes() - n_bytes
-    disk.limits = disk.limits = replace(disk.limits, max_disk_bytes=max_disk_bytes)
+    disk.limits = replace(disk.limits, max_disk_bytes=max_disk_bytes)
     return disk
 
 

@@ -207,6 +207,7 @@ def test_default_folder_is_never_relative_to_the_current_folder(
 
 def evict_everything(folder: Path) -> None:
     command("store", "gc", "--kvpersist-disk", "0", "--kvpersist-dir", folder)
+    assert not block_path(folder, chain([9])[0].key).exists()
 
 
 def verify_and_fix(folder: Path) -> None:
@@ -482,7 +483,8 @@ def test_folder_that_others_may_list_is_logged_once(
     DiskStore(folder, StoreLimits(0, 1 << 40)).close()
     assert not caplog.records
     folder.chmod(0o755)
-    DiskStore(folder, StoreLimits(0, 1 << 40)).close()
+    with closing(BlockStore(folder, StoreLimits(4 << 20, 4 << 20))) as store:
+        save_turn(store, chain([9], [3]), "s3")
     assert [r.getMessage() for r in caplog.records if "chmod 700" in r.getMessage()] == [
         f"kvpersist: other users may list {folder} (mode 755); run chmod 700 on it"
     ]

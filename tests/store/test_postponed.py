@@ -300,13 +300,3 @@ def test_deleting_a_session_releases_its_postponed_checkpoint(conversation: Conv
     (session,) = conversation.store.index.sessions()
     StoredSessions(conversation.store).delete(session.id)
     assert conversation.store.writer.n_postponed_bytes == conversation.store.pool.n_bytes == 0
-
-
-def test_shrinking_ram_writes_the_postponed_checkpoint(tmp_path: Path) -> None:
-    conversation = Conversation(tmp_path)
-    with closing(conversation.store):
-        conversation.turn()
-        assert not conversation.after(0)
-        conversation.store.resize(100)
-        assert conversation.after(0)
-        assert conversation.store.pool.n_bytes <= 100

@@ -27,7 +27,7 @@ from mlx_lm_kvpersist.store import shared, shared_objects
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
 from mlx_lm_kvpersist.store.encryption import Cipher
 from mlx_lm_kvpersist.store.folder import Encryption, Plain
-from mlx_lm_kvpersist.store.objects import ANSWER_S, ListedObject, Objects, surplus
+from mlx_lm_kvpersist.store.objects import ListedObject, Objects, surplus
 from mlx_lm_kvpersist.store.records import Leaf
 from mlx_lm_kvpersist.store.shared import Plan, SharedTier, Wanted
 from mlx_lm_kvpersist.store.shared_objects import Conversation, conversation_key, opening_of
@@ -475,7 +475,8 @@ def test_fetch_reports_a_store_that_fails_midway(
     dying.fails, dying.fails_after = OSError("connection reset"), 3
     other = open_store(objects=dying)
     note = tier_of(other).fetch(wanted(plan=plan_whole, any_prefix=any_prefix))
-    assert "connection reset" in note and len(keys_in_store(other)) <= 3
+    assert "connection reset" in note
+    assert keys_in_store(other) == {node.key for node in NODES[:2]}
     assert len(caplog.records) == 1
     dying.fails = None
 
@@ -685,7 +686,7 @@ def test_hostile_conversation_is_replaced_by_the_next_put(
     path = tmp_path / "bucket" / tier_of(other).objects.path(key)
     path.write_bytes(zlib.compress(json.dumps(content).encode()))
     tier_of(other).fetch(wanted(plan=plan_whole))
-    assert keys_in_store(other) <= {node.key for node in NODES}
+    assert keys_in_store(other) == {node.key for node in NODES[:3]}  # found by the prompt's ids
     put(other)
     assert Conversation.unpacked(path.read_bytes(), ROOT).chain == tuple(NODES)
 
@@ -914,7 +915,6 @@ def test_hanging_folder_is_logged_once_and_does_not_delay_shutdown(
     operation: str,
     max_bytes: int | None,
 ) -> None:
-    assert ANSWER_S < 10
     put(open_store())
     store = open_store(objects=hanging, max_bytes=max_bytes)
     hanging.hang()
