@@ -95,10 +95,10 @@ def test_a_restored_prompt_has_the_logits_of_a_computed_prompt(
     assert fed == prompt
     n_reused = outcome.n_reused
     assert n_reused == before_image(IDS, n_reused) and n_reused <= cut
-    if not talk.loaded.spec.quantized:
-        assert n_reused == cut
-    elif cut >= 768:  # in the unfinished block, which is stored in full precision
+    if not talk.loaded.spec.quantized or cut >= 768:  # the unfinished block is in full precision
         assert n_reused == cut and (is_hot or outcome.tier == DISK)
+    else:  # the third block begins inside an image, so perhaps only the first block
+        assert n_reused >= (256 if cut >= 256 else 0)
     assert outcome.reason not in (Reason.EVICTED, Reason.DAMAGED)
     restored = talk.forward(fed[n_reused:], caches)
     computed = talk.forward(fed, talk.loaded.spec.make_cache())
@@ -108,8 +108,10 @@ def test_a_restored_prompt_has_the_logits_of_a_computed_prompt(
 def test_reuse_ends_before_a_different_image(talk: ImageConversations) -> None:
     first = IDS.index(image(1, 1)[0])
     prompt = [*IDS[:first], *image(8, 263), *IDS[first + 263 :]]
+    talk.forget_hot_blocks()
     fed, _, outcome = talk.ask(prompt)
-    assert fed == prompt and outcome.n_reused <= first
+    assert fed == prompt
+    assert outcome.n_reused == (256 if talk.loaded.spec.quantized else first)
 
 
 def test_images_are_restored_from_disk_with_the_text_after_them(talk: ImageConversations) -> None:

@@ -43,7 +43,7 @@ def test_prefill_limits_follow_the_learned_pace_and_memory() -> None:
     speed = Speed(memory, Pace(), n_positions=1024)
     limits = speed.limits(0.5)
     assert limits is not None and limits.n_positions == 1024
-    assert limits is not None and (limits.max_stall_s, limits.max_unused_bytes) == (0.5, 64 << 20)
+    assert (limits.max_stall_s, limits.max_unused_bytes) == (0.5, 64 << 20)
     assert limits.most_tokens(0) == memory.most_tokens(0) == 64
     limits.took(512, 0, 1024 << 20)
     assert limits.most_tokens(0) == memory.most_tokens(0) < 32 + 1
