@@ -92,29 +92,66 @@ def long(path: str, seed: int, n_chars: int = 20_000) -> dict[str, Any]:
 
 @STREAMS
 def test_disconnect_during_prefill_logs_one_line(server: ServerProcess, stream: bool) -> None:
+    start = len(server.log)
     with expect_disconnect_lines(server, len(APIS)):
         clients = [
             send(server, path, stream=stream, **long(path, 2 * n + stream))
             for n, path in enumerate(APIS)
         ]
-        time.sleep(0.5)
+        wait_until(lambda: "Prompt processing progress" in server.log[start:], "a part of a prompt")
         for client in clients:
             client.close()
+    assert n_computed(server, start) < len(APIS)
+
+
+SLOW = """
+import sys, time
+
+from mlx_lm_kvpersist.request.lookup import Lookup
+
+join = Lookup._joined
+
+
+def slow(*args):
+    print("a restore begins", flush=True)
+    for _ in range(100):
+        time.sleep(0.05)
+        yield
+    return (yield from join(*args))
+
+
+Lookup._joined = slow
+from mlx_lm_kvpersist._startup import serve
+
+serve(sys.argv[1:])
+"""
+"""A server that takes five seconds to restore a prompt."""
 
 
 @STREAMS
-def test_disconnect_during_a_restore_logs_one_line(server: ServerProcess, stream: bool) -> None:
+def test_disconnect_during_a_restore_logs_one_line(
+    start_server: StartServer, tiny_model: Path, tmp_path: Path, stream: bool
+) -> None:
+    (launcher := tmp_path / "slow.py").write_text(SLOW, encoding="utf-8")
+    server = start_server.with_plugin(tiny_model, launcher=(str(launcher),))
     asks = {path: long(path, 100 + n, 3000) for n, path in enumerate(APIS)}
     for path, ask in asks.items():
         limit = {"max_output_tokens" if "input" in ask else "max_tokens": 1}
         assert server.request("POST", path, {**APIS[path], **ask, **limit})[0] == 200
     server.restart()
     server.warm_up()
+
+    def leave(path: str, ask: dict[str, Any]) -> None:
+        before = len(server.log)
+        client = send(server, path, stream=stream, **ask)
+        wait_until(lambda: "a restore begins" in server.log[before:], "a restore")
+        client.close()
+
+    start = len(server.log)
     with expect_disconnect_lines(server, len(APIS)):
-        clients = [send(server, path, stream=stream, **ask) for path, ask in asks.items()]
-        time.sleep(0.02)
-        for client in clients:
-            client.close()
+        for path, ask in asks.items():
+            leave(path, ask)
+    assert n_computed(server, start) == 0
 
 
 def test_disconnect_before_the_request_is_complete_logs_no_warning(server: ServerProcess) -> None:

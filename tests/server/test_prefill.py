@@ -17,6 +17,7 @@ import pytest
 
 from tests.support import (
     Message,
+    Reply,
     ServerProcess,
     StartServer,
     make_zoo_model,
@@ -180,13 +181,17 @@ def served_tokens(server: ServerProcess) -> int:
 
 def test_concurrent_agents_compute_a_shared_system_prompt_once(server: ServerProcess) -> None:
     agents = [talk(6, 3000, question=f"I am agent {n}.") for n in range(6)]
+
+    def ask(messages: list[Message], **params: Any) -> Reply:
+        return server.chat(messages, max_tokens=8, temperature=0.0, **params)
+
     with ThreadPoolExecutor(len(agents)) as pool:
-        replies = list(pool.map(lambda messages: server.chat(messages, max_tokens=8), agents))
+        replies = list(pool.map(ask, agents))
     computed = [reply.prompt_tokens - reply.cached_tokens for reply in replies]
     assert sum(computed) <= 1.5 * max(reply.prompt_tokens for reply in replies), computed
-    alone = [server.chat(messages, max_tokens=8, temperature=0.0).text for messages in agents]
-    together = [reply.text for reply in replies]
-    assert [len(text) > 0 for text in together] == [True] * len(agents) and len(alone) == 6
+    for n, (messages, reply) in enumerate(zip(agents, replies, strict=True)):
+        alone = ask(messages, headers={"X-KVPersist-Namespace": f"alone {n}"})
+        assert (alone.cached_tokens, alone.text) == (0, reply.text)
 
 
 def test_short_prompt_does_not_wait_for_a_long_one(server: ServerProcess) -> None:
