@@ -395,7 +395,7 @@ class Metrics:
             (Gauge, queue["tasks"], "queue_tasks", "Waiting and running tasks of the writer."),
             (Gauge, queue["bytes"], "queue_bytes", "Bytes that wait to be written."),
             (Gauge, queue["max_bytes"], "queue_max_bytes", "The limit of kvpersist_queue_bytes."),
-            (Gauge, len(stats["failures"]), "failures", "Kinds of failures since the last saved turn."),
+            (Gauge, len(stats["failures"]), "failures", "Kinds of failures since the last save."),
             (Count, stats["turns_saved"], "saved_turns", "Turns written to the disk."),
             (Count, stats["turns_not_saved"], "dropped_turns", "Turns that could not be written."),
             (Count, stats["blocks_quarantined"], "quarantined", "Records moved to quarantine."),

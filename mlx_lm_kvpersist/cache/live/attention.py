@@ -66,12 +66,12 @@ class _Span(NamedTuple):
 class PackedKV:
     """Packed keys, or values, of one layer on their way from the cache to attention.
 
-    `buffers` are the cache's own, with spare room after the first `n_tokens`. The buffer `newest`
-    [B, H, S, D] begins with the last `n_newest` tokens in full precision: the queries' tokens, and
-    some of the `n_own` earlier tokens in the first query's block of the grid; the rest of that
-    block is packed. If rows differ in `n_own`, each row has one query: `n_own` is then the largest
-    number of any row. `is_padded`: some rows of `newest` have zeros in front, in the place of
-    tokens that are packed.
+    All arrays are the cache's buffers, with spare room at the end: call `attend` before the next
+    update. `buffers` hold `n_tokens`. `newest` [B, H, S, D] holds the last `n_newest` tokens in
+    full precision: the queries' tokens, and some of the `n_own` earlier tokens in the first query's
+    block of the grid; the rest of that block is packed. If rows differ in `n_own`, each row has one
+    query: `n_own` is then the largest number of any row. `rows_differ`: some rows of `newest` have
+    zeros in front, in the place of tokens that are packed.
     """
 
     buffers: Packed
@@ -84,14 +84,14 @@ class PackedKV:
     tile_bytes: int = MAX_DEQUANTIZED_BYTES
     is_computed: bool = False
     """Whether `newest` has every token: the first block of the grid is never read packed."""
-    is_padded: bool = False
+    rows_differ: bool = False
 
     def attend(self, queries: mx.array, values: PackedKV, scale: float, mask: Mask) -> mx.array:
         """Return the attention of `queries` over these keys and `values`."""
         if self.is_computed and (queries.shape[2] == 1 or not builds_for_each_length()):
             return mx.fast.scaled_dot_product_attention(
                 queries,
-                *(x.newest[:, :, : x.n_newest] for x in (self, values)),
+                *(pk.view(x.newest, 0, x.n_newest) for x in (self, values)),
                 scale=scale,
                 mask=mask,
             )
@@ -120,7 +120,7 @@ class PackedKV:
         return capacity if (capacity - self.n_tokens) * 4 <= capacity else self.n_tokens
 
     def tile(self, rows: slice, heads: slice, after: mx.array | None) -> PackedKV:
-        """Return some rows and heads, which are dequantized only when `after` is computed."""
+        """Return some rows and heads, whose buffers are read only when `after` is computed."""
         weights, scales, biases = (x[rows, heads] for x in self.buffers)
         if after is not None:
             # Otherwise MLX could dequantize every tile before it uses the first tile.
@@ -129,9 +129,16 @@ class PackedKV:
 
     def dequantized(self, start: int, stop: int, dtype: mx.Dtype) -> mx.array:
         """Dequantize tokens [start, stop), without undoing their rotation."""
-        is_whole = (start, stop) == (0, self.buffers[0].shape[2])
-        packed = self.buffers if is_whole else pk.each(lambda x: x[:, :, start:stop], self.buffers)
-        return pk.dequantize(packed, self.quantization, dtype)
+        return pk.dequantize(pk.view(self.buffers, start, stop), self.quantization, dtype)
+
+    def prepared(self) -> mx.array:
+        """Return the newest tokens rotated and padded, like dequantized tokens.
+
+        On a GPU, a copy of the slice would take longer than to rotate the spare room.
+        """
+        if backend() == "cpu":
+            return pk.prepared(pk.view(self.newest, 0, self.n_newest), self.quantization)
+        return pk.view(pk.prepared(self.newest, self.quantization), 0, self.n_newest)
 
     def computed(self, first: int, last: int) -> mx.array:
         """Return tokens [first, last) in full precision."""
@@ -139,13 +146,12 @@ class PackedKV:
         return self.newest[:, :, first - before : last - before]
 
     def placed(self, packed: mx.array, own: mx.array, at: tuple[Any, ...]) -> mx.array:
-        """Return keys, values or scores `packed` with a span's own block at position `at`, as its
-        queries see it.
+        """Return keys, values or scores `packed` with the tokens `own` at position `at`.
 
-        If rows are padded, each token is in `packed` or in `own`, and the other array has zeros for
-        it. No slice of `packed` is taken: MLX would copy it.
+        If rows differ, each token is in `packed` or in `own`, and the other array has zeros for it.
+        Otherwise `own` has all of these tokens. No slice of `packed` is taken: MLX would copy it.
         """
-        if self.is_padded:
+        if self.rows_differ:
             return packed.at[at].add(own)
         packed[at] = own
         return packed
@@ -207,9 +213,9 @@ def _fused(
     n_queries, dtype = queries.shape[2], queries.dtype
     spans = keys.spans(n_queries, mask)
     first, last = spans[0].first, keys.n_tokens
-    is_padded = n_queries > 1 and mask == "causal" and builds_for_each_length()
-    n_read = keys.n_to_read if n_queries <= _FEW and not is_padded else last
-    n_more = -last % PADDED_TOKENS if is_padded else 0
+    is_lengthened = n_queries > 1 and mask == "causal" and builds_for_each_length()
+    n_read = keys.n_to_read if n_queries <= _FEW and not is_lengthened else last
+    n_more = -last % PADDED_TOKENS if is_lengthened else 0
     keys_and_values, rounded = [], []
     for x in (keys, values):
         array = x.dequantized(0, n_read, dtype)
@@ -217,11 +223,10 @@ def _fused(
             array = mx.pad(array, [(0, 0), (0, 0), (0, n_more), (0, 0)])
         if len(spans) > 1:
             rounded.append(x.dequantized(first, last, dtype))
-        # MLX would copy a slice before it rotates it.
-        own = pk.prepared(x.newest, x.quantization)[:, :, : x.n_newest]
-        keys_and_values.append(x.placed(array, own, (slice(None), slice(None), slice(first, last))))
+        own_tokens = slice(None), slice(None), slice(first, last)
+        keys_and_values.append(x.placed(array, x.prepared(), own_tokens))
     if len(spans) == 1:
-        own_mask = _causal(spans[0], last + n_more, dtype) if is_padded else mask
+        own_mask = _causal(spans[0], last + n_more, dtype) if is_lengthened else mask
         return _attended(queries, keys_and_values, last + n_more, scale, own_mask)
     out: list[mx.array] = []
     for done, span in zip([None, *spans], spans, strict=False):
@@ -231,7 +236,7 @@ def _fused(
             for array, older in zip(keys_and_values, rounded, strict=True):
                 array[:, :, done.first : done.last] = older[:, :, done_tokens]
         own_queries = slice(span.start, span.stop)
-        if is_padded:
+        if is_lengthened:
             n_seen, own_mask = last + n_more, _causal(span, last + n_more, dtype)
         else:
             n_seen = span.last
@@ -244,7 +249,7 @@ def _attended(
     queries: mx.array, keys_and_values: Sequence[mx.array], n_seen: int, scale: float, mask: Mask
 ) -> mx.array:
     """Run the fused kernel over the first `n_seen` keys and values."""
-    keys, values = (x if x.shape[2] == n_seen else x[:, :, :n_seen] for x in keys_and_values)
+    keys, values = (pk.view(x, 0, n_seen) for x in keys_and_values)
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
 
 

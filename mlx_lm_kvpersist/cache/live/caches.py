@@ -253,6 +253,11 @@ class Newest(PaddedBatch):
     def __init__(self, n_rows: int) -> None:
         self._place([0] * n_rows, 0)
 
+    @property
+    def rows_differ(self) -> bool:
+        """Whether some rows have zeros in front."""
+        return any(self._padding)
+
     def extract(self, idx: int) -> Newest:
         """Return row `idx`."""
         row, newest = self._row(idx), Newest(1)
@@ -347,14 +352,18 @@ class PackedCache(Buffers):
         key_side, value_side = self.precision
         width = keys.shape[3] + key_side.padding + values.shape[3] + value_side.padding
         token_bytes = keys.shape[1] * width * keys.dtype.size
-        n_tokens, most_own, tile_bytes = self.size(), max(n_own), plan.max_dequantized_bytes
-        strategy = plan.choose(n_new, n_tokens, keys.shape[0], token_bytes)
-        is_computed = self.newest.size() == n_tokens <= pk.GRID
-        is_computed = is_computed and self.newest.lengths == self.lengths
-        newest, is_padded = self.newest, any(self.newest._padding)
-        how = newest.size(), most_own, strategy, tile_bytes, is_computed, is_padded
-        fetched_keys = PackedKV(self.keys, key_side, n_tokens, newest.keys, *how)
-        fetched_values = PackedKV(self.values, value_side, n_tokens, newest.values, *how)
+        n_tokens = self.size()
+        newest = self.newest
+        how: dict[str, Any] = {
+            "n_newest": newest.size(),
+            "n_own": max(n_own),
+            "strategy": plan.choose(n_new, n_tokens, keys.shape[0], token_bytes),
+            "tile_bytes": plan.max_dequantized_bytes,
+            "is_computed": n_tokens <= pk.GRID and newest.lengths == self.lengths,
+            "rows_differ": newest.rows_differ,
+        }
+        fetched_keys = PackedKV(self.keys, key_side, n_tokens, newest.keys, **how)
+        fetched_values = PackedKV(self.values, value_side, n_tokens, newest.values, **how)
         if n_new > pk.GRID:
             self.forget()
         return fetched_keys, fetched_values

@@ -265,7 +265,7 @@ class _Layer:
     def disagreeing(self, strategies: Sequence[Strategy], n_queries: int) -> Iterator[Strategy]:
         """Yield the strategies that differ from plain arithmetic for `n_queries` a head.
 
-        A step is also checked with two rows, whose newest tokens are added in another way.
+        A step is also checked with two rows, as if they differed: their newest tokens are added.
         """
         queries = self._random((1, self.n_heads * self.n_repeats, n_queries, self.k_dim))
         expected = self._plain(queries.astype(mx.float32) * self.scale)
@@ -297,7 +297,7 @@ class _Layer:
                     _N_COMPUTED,
                     _N_COMPUTED - n_queries,
                     strategy,
-                    is_padded=n_rows > 1,
+                    rows_differ=n_rows > 1,
                 )
                 for side, newest, (weights, scales, biases) in self.sides
             )

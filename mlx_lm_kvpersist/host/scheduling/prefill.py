@@ -33,8 +33,8 @@ ROUND = 64
 IDLE_CHUNK_S = 1.0
 """How long a chunk may take while no replies run: a new prompt waits for the chunk.
 
-A fast GPU then computes stock's 2,048 tokens at once. With shorter chunks of 0.3 s, new prompts of
-8K took 1.3 times as long on an H200.
+A fast GPU then computes stock's 2,048 tokens at once. With 0.3 s, a new prompt of 8K took 1.3 times
+as long on an H200. Slow devices compute IDLE_CHUNK.
 """
 
 IDLE_CHUNK = 512

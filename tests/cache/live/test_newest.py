@@ -188,6 +188,39 @@ def test_random_chunks_joins_leaves_and_trims_match_the_reference(
     assert Streams(seed, PRECISIONS[precision], PLANS[plan]).run() < TOLERANCE
 
 
+@pytest.mark.parametrize("plan", [name for name in PLANS if PLANS[name]])
+def test_equal_rows_attend_to_several_tokens_over_the_ends_of_blocks(plan: str) -> None:
+    streams = Streams(5, PRECISIONS["rotated"], PLANS[plan])
+    cache = SequenceQuantizedKVCache(streams.precision, streams.plan)
+    reference = Reference(streams.precision)
+    streams.attend(cache, [reference], GRID - 3, 0)
+    batch = BatchQuantizedKVCache.merge([cache, copy.deepcopy(cache)])
+    streams.attend(batch, [reference, copy.deepcopy(reference)], 2 * GRID, 0)
+    assert streams.worst < TOLERANCE
+
+
+@pytest.mark.parametrize("plan", [name for name in PLANS if PLANS[name]])
+def test_rows_in_the_first_block_may_have_packed_tokens(plan: str) -> None:
+    """The trimmed row has 8 packed tokens, the other row has 10 in full precision."""
+    results = []
+    for use in (PLANS["arrays"], PLANS[plan]):
+        rows = [SequenceQuantizedKVCache(COARSE.fitted(K_DIM, V_DIM), use) for _ in range(2)]
+        for row, n in zip(rows, (10, GRID + 4), strict=True):
+            for start in range(0, n, GRID):
+                row.update_and_fetch(*random_kv(start, min(GRID, n - start)))
+        trimmed = BatchQuantizedKVCache.merge([rows[1]]).extract(0)
+        trimmed.forget()
+        trimmed.trim(GRID - 4)
+        batch = BatchQuantizedKVCache.merge([rows[0], trimmed])
+        assert (batch.lengths, batch.newest.lengths) == ([10, 8], [10, 0])
+        queries = mx.random.normal((2, 2 * N_HEADS, 1, K_DIM), key=mx.random.key(1))
+        mask, fetched = batch.make_mask(1), batch.update_and_fetch(*random_kv(99, 1, 2))
+        results.append(
+            scaled_dot_product_attention(queries, *fetched, cache=batch, scale=SCALE, mask=mask)
+        )
+    assert mx.abs(results[0] - results[1]).max() < TOLERANCE
+
+
 @pytest.mark.parametrize(("precision", "plan"), CASES)
 def test_drafts_of_several_steps_are_trimmed_across_block_ends(precision: str, plan: str) -> None:
     streams = Streams(3, PRECISIONS[precision], PLANS[plan])

@@ -21,6 +21,7 @@ from mlx_lm_kvpersist.cache.live.attention import (
     AttentionPlan,
     AttentionShape,
     Backend,
+    PackedKV,
     Strategy,
     forced_plan,
     plan_by_policy,
@@ -261,6 +262,17 @@ def test_wrong_dequantizing_attention_refuses_the_model(
     )
     with pytest.raises(ModelNotSupported, match="dequantizing attention over k8rv4rb64 keys is"):
         plan_of(packed=packed)
+
+
+def test_wrong_sums_of_rows_that_differ_refuse_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    placed = PackedKV.placed
+
+    def without_sums(side: PackedKV, packed: mx.array, own: mx.array, at: Any) -> mx.array:
+        return packed if side.rows_differ else placed(side, packed, own, at)
+
+    monkeypatch.setattr(PackedKV, "placed", without_sums)
+    with pytest.raises(ModelNotSupported, match="dequantizing attention over k8rv4rb64 keys is"):
+        plan_of(packed=True)
 
 
 def test_attention_check_preserves_the_random_state() -> None:
