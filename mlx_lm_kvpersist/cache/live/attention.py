@@ -25,8 +25,9 @@ both factors are padded, or multiplied by the same orthonormal matrix.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
@@ -46,8 +47,9 @@ divided. Spare room, which a step may also read, does not count."""
 _FEW = 17
 """The most queries of a decoding step: a token and 16 draft tokens."""
 
-PADDED_TOKENS = 4096
-"""If MLX builds a kernel for each number of keys, keys are padded to multiples of this number."""
+PADDED_KEYS, PADDED_QUERIES = 4096, 64
+"""If MLX builds a kernel for each number of keys and of queries, prompts are padded to multiples of
+these numbers."""
 
 
 class _Span(NamedTuple):
@@ -213,9 +215,9 @@ def _fused(
     n_queries, dtype = queries.shape[2], queries.dtype
     spans = keys.spans(n_queries, mask)
     first, last = spans[0].first, keys.n_tokens
-    is_lengthened = n_queries > 1 and mask == "causal" and builds_for_each_length()
-    n_read = keys.n_to_read if n_queries <= _FEW and not is_lengthened else last
-    n_more = -last % PADDED_TOKENS if is_lengthened else 0
+    is_padded = n_queries > 1 and mask == "causal" and builds_for_each_length()
+    n_read = keys.n_to_read if n_queries <= _FEW and not is_padded else last
+    n_more = -last % PADDED_KEYS if is_padded else 0
     keys_and_values, rounded = [], []
     for x in (keys, values):
         array = x.dequantized(0, n_read, dtype)
@@ -225,50 +227,50 @@ def _fused(
             rounded.append(x.dequantized(first, last, dtype))
         own_tokens = slice(None), slice(None), slice(first, last)
         keys_and_values.append(x.placed(array, x.prepared(), own_tokens))
-    if len(spans) == 1:
-        own_mask = _causal(spans[0], last + n_more, dtype) if is_lengthened else mask
-        return _attended(queries, keys_and_values, last + n_more, scale, own_mask)
-    out: list[mx.array] = []
-    for done, span in zip([None, *spans], spans, strict=False):
-        if done is not None:
-            keys_and_values = mx.depends(keys_and_values, out[-1:])
-            done_tokens = slice(done.first - first, done.last - first)
-            for array, older in zip(keys_and_values, rounded, strict=True):
-                array[:, :, done.first : done.last] = older[:, :, done_tokens]
-        own_queries = slice(span.start, span.stop)
-        if is_lengthened:
-            n_seen, own_mask = last + n_more, _causal(span, last + n_more, dtype)
-        else:
-            n_seen = span.last
-            own_mask = _part(mask, slice(None), slice(None), own_queries, slice(span.last))
-        out.append(_attended(queries[:, :, own_queries], keys_and_values, n_seen, scale, own_mask))
-    return mx.concatenate(out, axis=2)
+
+    def attended(span: _Span) -> mx.array:
+        own, own_mask = queries, mask
+        if len(spans) > 1:
+            own = queries[:, :, span.start : span.stop]
+            own_mask = _part(mask, slice(None), slice(None), slice(*span[:2]), slice(span.last))
+        if is_padded:
+            return _padded_attention(own, *keys_and_values, scale, span.last)
+        seen = (pk.view(x, 0, span.last) for x in keys_and_values)
+        return mx.fast.scaled_dot_product_attention(own, *seen, scale=scale, mask=own_mask)
+
+    out = [attended(spans[0])]
+    for done, span in pairwise(spans):
+        keys_and_values = mx.depends(keys_and_values, out[-1:])
+        done_tokens = slice(done.first - first, done.last - first)
+        for array, older in zip(keys_and_values, rounded, strict=True):
+            array[:, :, done.first : done.last] = older[:, :, done_tokens]
+        out.append(attended(span))
+    return mx.concatenate(out, axis=2) if len(out) > 1 else out[0]
 
 
-def _attended(
-    queries: mx.array, keys_and_values: Sequence[mx.array], n_seen: int, scale: float, mask: Mask
+def _padded_attention(
+    queries: mx.array, keys: mx.array, values: mx.array, scale: float, last: int
 ) -> mx.array:
-    """Run the fused kernel over the first `n_seen` keys and values."""
-    keys, values = (pk.view(x, 0, n_seen) for x in keys_and_values)
-    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+    """Return the attention of queries that end at position `last` - 1, padded for the kernel.
+
+    The results of the padding are finite, and dropped.
+    """
+    n_queries = queries.shape[2]
+    queries = mx.pad(queries, [(0, 0), (0, 0), (0, -n_queries % PADDED_QUERIES), (0, 0)])
+    own = mx.arange(last - n_queries, last - n_queries + queries.shape[2])[:, None]
+    # MLX would expand a boolean mask for every head.
+    zero, lowest = mx.zeros(1, queries.dtype), mx.array(-mx.inf, queries.dtype)
+    mask = mx.where(mx.arange(keys.shape[2]) <= own, zero, lowest)
+    out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+    return out[:, :, :n_queries]
 
 
 def builds_for_each_length() -> bool:
-    """Whether MLX builds its fused kernel for each number of keys: on CUDA, with cuDNN.
+    """Whether MLX builds its fused kernel for each number of keys and queries: on CUDA, with cuDNN.
 
     A build takes 40 to 65 ms on an H200, a hundred times the attention of a span.
     """
     return mx.cuda.is_available()
-
-
-def _causal(span: _Span, n_keys: int, dtype: mx.Dtype) -> mx.array:
-    """Return the mask to add to a span's scores [n, n_keys]; its last query is at `span.last` - 1.
-
-    MLX would expand a boolean mask for every head.
-    """
-    own = mx.arange(span.last - (span.stop - span.start), span.last)[:, None]
-    zero, lowest = mx.zeros(1, dtype), mx.array(-mx.inf, dtype)
-    return mx.where(mx.arange(n_keys) <= own, zero, lowest)
 
 
 def packed_attention(

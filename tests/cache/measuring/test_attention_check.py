@@ -245,8 +245,8 @@ def test_cuda_check_runs_packed_products_only_if_requested(
     monkeypatch.setattr(pk, "matmul", multiplied)
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", fused)
     assert plan_attention(model, spec).plans == {"0": DEQUANTIZES}
-    # Each case first runs over NaN. A decoding step also runs with two rows.
-    assert queries_of == {"fused": [1, 1, 1, 1, 4, 4], "packed": []}
+    # Each case first runs over NaN. A decoding step also runs with two rows. Prompts are padded.
+    assert queries_of == {"fused": [1, 1, 1, 1, 64, 64], "packed": []}
     assert plan_attention(model, spec, "packed").plans == {"0": forced_plan("packed")}
     assert queries_of["packed"]
 
