@@ -233,10 +233,13 @@ def _fused(
         if len(spans) > 1:
             own = queries[:, :, span.start : span.stop]
             own_mask = _part(mask, slice(None), slice(None), slice(*span[:2]), slice(span.last))
+        own_keys, own_values = keys_and_values
         if is_padded:
-            return _padded_attention(own, *keys_and_values, scale, span.last)
-        seen = (pk.view(x, 0, span.last) for x in keys_and_values)
-        return mx.fast.scaled_dot_product_attention(own, *seen, scale=scale, mask=own_mask)
+            return _padded_attention(own, own_keys, own_values, scale, span.last)
+        own_keys, own_values = (pk.view(x, 0, span.last) for x in keys_and_values)
+        return mx.fast.scaled_dot_product_attention(
+            own, own_keys, own_values, scale=scale, mask=own_mask
+        )
 
     out = [attended(spans[0])]
     for done, span in pairwise(spans):
