@@ -47,9 +47,9 @@ divided. Spare room, which a step may also read, does not count."""
 _FEW = 17
 """The most queries of a decoding step: a token and 16 draft tokens."""
 
-PADDED_KEYS, PADDED_QUERIES = 4096, 64
-"""If MLX builds a kernel for each number of keys and of queries, prompts are padded to multiples of
-these numbers."""
+KEY_MULTIPLE, QUERY_MULTIPLE = 4096, 64
+"""If MLX builds a kernel for each number of keys and of queries, both are padded to multiples of
+these numbers, except for single queries."""
 
 
 class _Span(NamedTuple):
@@ -90,7 +90,9 @@ class PackedKV:
 
     def attend(self, queries: mx.array, values: PackedKV, scale: float, mask: Mask) -> mx.array:
         """Return the attention of `queries` over these keys and `values`."""
-        if self.is_computed and (queries.shape[2] == 1 or not builds_for_each_length()):
+        if self.is_computed and (
+            queries.shape[2] == 1 or not builds_for_each_length(queries, values.newest)
+        ):
             return mx.fast.scaled_dot_product_attention(
                 queries,
                 *(pk.view(x.newest, 0, x.n_newest) for x in (self, values)),
@@ -215,9 +217,11 @@ def _fused(
     n_queries, dtype = queries.shape[2], queries.dtype
     spans = keys.spans(n_queries, mask)
     first, last = spans[0].first, keys.n_tokens
-    is_padded = n_queries > 1 and mask == "causal" and builds_for_each_length()
+    is_padded = (
+        n_queries > 1 and mask == "causal" and builds_for_each_length(queries, values.newest)
+    )
     n_read = keys.n_to_read if n_queries <= _FEW and not is_padded else last
-    n_more = -last % PADDED_KEYS if is_padded else 0
+    n_more = -last % KEY_MULTIPLE if is_padded else 0
     keys_and_values, rounded = [], []
     for x in (keys, values):
         array = x.dequantized(0, n_read, dtype)
@@ -229,17 +233,15 @@ def _fused(
         keys_and_values.append(x.placed(array, x.prepared(), own_tokens))
 
     def attended(span: _Span) -> mx.array:
-        own, own_mask = queries, mask
-        if len(spans) > 1:
-            own = queries[:, :, span.start : span.stop]
-            own_mask = _part(mask, slice(None), slice(None), slice(*span[:2]), slice(span.last))
-        own_keys, own_values = keys_and_values
+        all_keys, all_values = keys_and_values
+        own = queries if len(spans) == 1 else queries[:, :, span.start : span.stop]
         if is_padded:
-            return _padded_attention(own, own_keys, own_values, scale, span.last)
-        own_keys, own_values = (pk.view(x, 0, span.last) for x in keys_and_values)
-        return mx.fast.scaled_dot_product_attention(
-            own, own_keys, own_values, scale=scale, mask=own_mask
-        )
+            return _padded_attention(own, all_keys, all_values, scale, span.last)
+        own_mask = mask
+        if len(spans) > 1:
+            own_mask = _part(mask, slice(None), slice(None), slice(*span[:2]), slice(span.last))
+        seen = pk.view(all_keys, 0, span.last), pk.view(all_values, 0, span.last)
+        return mx.fast.scaled_dot_product_attention(own, *seen, scale=scale, mask=own_mask)
 
     out = [attended(spans[0])]
     for done, span in pairwise(spans):
@@ -254,26 +256,30 @@ def _fused(
 def _padded_attention(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, last: int
 ) -> mx.array:
-    """Return the attention of queries that end at position `last` - 1, padded for the kernel.
+    """Return the causal attention of queries that end at position `last` - 1, without padding.
 
-    The results of the padding are finite, and dropped.
+    The keys and values are padded, and the queries are padded here. Each padded query sees the
+    first key, so its result is finite.
     """
     n_queries = queries.shape[2]
-    queries = mx.pad(queries, [(0, 0), (0, 0), (0, -n_queries % PADDED_QUERIES), (0, 0)])
-    own = mx.arange(last - n_queries, last - n_queries + queries.shape[2])[:, None]
+    # This also copies if there is no padding: MLX builds a kernel for each set of strides.
+    queries = mx.pad(queries, [(0, 0), (0, 0), (0, -n_queries % QUERY_MULTIPLE), (0, 0)])
+    first = last - n_queries
+    positions = mx.arange(first, first + queries.shape[2])[:, None]
     # MLX would expand a boolean mask for every head.
     zero, lowest = mx.zeros(1, queries.dtype), mx.array(-mx.inf, queries.dtype)
-    mask = mx.where(mx.arange(keys.shape[2]) <= own, zero, lowest)
+    mask = mx.where(mx.arange(keys.shape[2]) <= positions, zero, lowest)
     out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
     return out[:, :, :n_queries]
 
 
-def builds_for_each_length() -> bool:
-    """Whether MLX builds its fused kernel for each number of keys and queries: on CUDA, with cuDNN.
+def builds_for_each_length(*arrays: mx.array) -> bool:
+    """Whether MLX builds its fused kernel for each number of queries and keys: on CUDA, with cuDNN.
 
+    arrays: queries, keys or values [B, H, S, D]. cuDNN takes heads of up to 128 numbers of 16 bits.
     A build takes 40 to 65 ms on an H200, a hundred times the attention of a span.
     """
-    return mx.cuda.is_available()
+    return mx.cuda.is_available() and all(x.shape[3] <= 128 and x.dtype.size == 2 for x in arrays)
 
 
 def packed_attention(

@@ -266,13 +266,36 @@ def test_keys_and_queries_padded_to_few_lengths_match_the_reference(
             words.add(mask)
         return attend(queries, keys, *others, **more)
 
-    monkeypatch.setattr(attention, "builds_for_each_length", lambda: True)
-    monkeypatch.setattr(attention, "PADDED_KEYS", 48)
-    monkeypatch.setattr(attention, "PADDED_QUERIES", 5)
+    monkeypatch.setattr(attention, "builds_for_each_length", lambda *arrays: True)
+    monkeypatch.setattr(attention, "KEY_MULTIPLE", 48)
+    monkeypatch.setattr(attention, "QUERY_MULTIPLE", 5)
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", recorded)
     assert Streams(seed, COARSE, PLANS[plan]).run() < TOLERANCE
     assert lengths == {(0, 0)}
     assert not words  # also for few queries, such as a check of draft tokens
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "n_padded"),
+    [(128, mx.bfloat16, 64), (128, mx.float32, 3), (256, mx.bfloat16, 3)],
+)
+def test_queries_are_padded_only_if_cudnn_computes_their_attention(
+    dim: int, dtype: mx.Dtype, n_padded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_queries, attend = [], mx.fast.scaled_dot_product_attention
+
+    def recorded(queries: mx.array, *others: Any, **more: Any) -> mx.array:
+        n_queries.append(queries.shape[2])
+        return attend(queries, *others, **more)
+
+    cache = SequenceQuantizedKVCache(KVPrecision.of(8, 64, 4), PLANS["dequantize"])
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", recorded)
+    keys, values = mx.random.normal((2, 1, 2, 3, dim)).astype(dtype)
+    queries, mask = mx.random.normal((1, 2, 3, dim)).astype(dtype), cache.make_mask(3)
+    fetched = cache.update_and_fetch(keys, values)
+    out = scaled_dot_product_attention(queries, *fetched, cache=cache, scale=0.1, mask=mask)
+    assert out.shape == queries.shape and n_queries == [n_padded]
 
 
 @pytest.mark.parametrize("n_rows", [1, 3])

@@ -240,7 +240,7 @@ def test_cuda_check_runs_packed_products_only_if_requested(
 
     use_small_cases_of("cuda", monkeypatch)
     monkeypatch.setattr(attention, "backend", lambda: "cuda")
-    monkeypatch.setattr(attention, "builds_for_each_length", lambda: True)
+    monkeypatch.setattr(attention, "builds_for_each_length", lambda *arrays: True)
     monkeypatch.setattr(attention_check, "packed_shapes", lambda *given: [SHAPE] * 2)
     monkeypatch.setattr(pk, "matmul", multiplied)
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", fused)
