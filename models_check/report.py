@@ -33,10 +33,10 @@ conversation is longer than a block and the model's windows. The precision is th
 (8-bit keys and 4-bit values, rotated). The results of the plugin's caches without a store are
 compared with the results of:
 
-- the model's own caches, with the same rounding;
+- the model's own caches, with the same rounding (*live*);
 - the conversation with a store that is reopened before two turns;
 - another last turn after the store is reopened;
-- prompts that diverge from the conversation at several positions;
+- prompts that diverge from the conversation at several positions (*cut anywhere*);
 - other last turns in a batch with an unrelated prompt;
 - a conversation that begins shorter than the windows; the store is reopened before each turn.
 
@@ -120,8 +120,7 @@ def page(findings: Sequence[Finding]) -> str:
         *(reasons or ["None."]),
         "\n## As in stock\n",
         "With these models, the stock server's results also change if it computes a prompt in "
-        "pieces or in a\nbatch. *Live* is the first comparison above, *cut anywhere* is the "
-        "fourth. The numbers are shares of\nthe range of log-probabilities:\n",
+        "pieces or in a\nbatch. The numbers are shares of the range of log-probabilities:\n",
         *(excused or ["None."]),
         _TURNS.rstrip("\n"),
     ]
