@@ -1,21 +1,20 @@
 """Cut caches into immutable blocks, windows and states, and join these into caches again.
 
-The canary computes the last tokens of restored caches again, and compares.
+The canary computes the last tokens of restored caches again, and compares their KV.
 
 A block holds up to `BLOCK_TOKENS` tokens of the full groups. Each group is six arrays with its
 slots stacked: "0.k.weights" [L, H, T, W * bits / 32] uint32, "0.k.scales" and "0.k.biases" [L, H,
 T, W / group size] in 16 bits (`scale_dtype`), and the same for "0.v"; W is the number of numbers of
 a head, D, plus their padding. A group in full precision is two arrays, "0.k" and "0.v" [L, H, T,
-D]. In an unfinished block, of fewer tokens, all groups have this form.
+D]. In an unfinished block, which has fewer tokens, all groups are in full precision.
 
-Models with windows or states have blocks of any length, all packed. A window holds a block's last
-tokens of the sliding groups with this window. A state holds the recurrent groups' states at the end
-of a block, "2.0" [L, ...] for the first array of group 2, and the keys and values of the quantized
-groups' newest tokens in full precision: the tokens in the unfinished block of the grid.
+Models with windows or states have blocks of any length, all packed. A window holds the last tokens
+of a block in the sliding groups with one window size. A state holds the recurrent groups' states at
+the end of a block; "2.0" [L, ...] is the first array of group 2. It also holds, in full precision,
+the quantized groups' tokens in the unfinished block of the grid.
 
 Pieces from disk are placed a few at a time, while later files are read. Pieces in RAM are joined
-all at once, in fewer operations: their number depends only on the number of layers. Generation
-thread.
+all at once, in a number of operations that depends only on the number of layers. Generation thread.
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ BLOCK_TOKENS = GRID
 Arrays = Mapping[str, mx.array]
 
 _BLOCKS_AT_ONCE = 16
-"""Number of blocks that a GPU cuts or joins together: their arrays exist twice for a moment."""
+"""The most blocks that a GPU cuts or joins together: for a moment, their arrays exist twice."""
 
 _WINDOW_BYTES = 64 << 20
-"""Bytes to evaluate together: enough to keep a device busy, a small share of its memory."""
+"""Bytes to evaluate together: enough to keep a device busy, but a small share of its memory."""
 
 _ROOM_BYTES = 16 << 20
 """Bytes of buffers to make together: on a CPU, new memory takes up to two milliseconds per MiB."""
@@ -60,7 +59,7 @@ _SPARE_SHARE = 16
 """Joining all pieces at once may take 1/16 of the cache's bytes in addition to the cache."""
 
 CANARY_TOKENS = 8
-"""The length of a run of tokens whose median difference is judged."""
+"""The canary judges the median difference of each run of this number of tokens."""
 CANARY_TOLERANCE = 0.25
 """The largest accepted difference of recomputed and stored KV, as a share of the norm. Arithmetic
 noise is some percent; KV of other tokens, positions or models differs by about the whole norm."""
@@ -93,9 +92,9 @@ def first_cached(spec: ModelCacheSpec, window: int, caches: Sequence[Any]) -> in
 
 
 def copy_state(spec: ModelCacheSpec, caches: Sequence[Any]) -> dict[str, mx.array]:
-    """Return the recurrent groups' states, as evaluated arrays of their own.
+    """Return the recurrent groups' states, as evaluated copies.
 
-    Raises ValueError if they have other shapes or dtypes than when the model was probed.
+    Raises ValueError if the states have other shapes or dtypes than when the model was probed.
     """
     slots = slots_of(caches)
     state: dict[str, mx.array] = {}
@@ -116,9 +115,9 @@ def copy_state(spec: ModelCacheSpec, caches: Sequence[Any]) -> dict[str, mx.arra
 def copy_newest(
     groups: Sequence[LayerGroup], caches: Sequence[Any], n_tokens: int
 ) -> dict[str, mx.array]:
-    """Return the tokens of the unfinished block before `n_tokens` in full precision, evaluated.
+    """Return evaluated full-precision copies of the unfinished block's tokens before `n_tokens`.
 
-    {} if no block has begun, or if the caches have dropped its tokens.
+    {} if no block is unfinished, or if the caches have dropped tokens of that block.
     """
     start, slots = n_tokens - n_tokens % GRID, slots_of(caches)
     quantized = [slot for group in groups if group.precision for slot in group.slots]
@@ -189,7 +188,7 @@ def concatenated(arrays: Sequence[mx.array], axis: int) -> mx.array:
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens [start, stop) of the arrays of a block or a window, counted from their first."""
+    """Tokens [start, stop) of a block's or window's arrays, counted from their first token."""
 
     arrays: Arrays
     start: int
@@ -200,8 +199,8 @@ class Joiner:
     """A prompt cache of `n_tokens` that is being filled.
 
     Every full slot gets its own buffers with room for `headroom` more tokens. `windows` has, by
-    window, the number of last tokens that will be added. Pieces must fit the spec (`arrays_fit`)
-    and be added in the order of their tokens. `whole`: pieces wait, and are joined all at once in
+    window, how many tokens will be added for it. Pieces must fit the spec (`arrays_fit`) and be
+    added in the order of their tokens. `whole`: pieces wait, and are joined all at once in
     `finish`.
     """
 
@@ -230,7 +229,7 @@ class Joiner:
         self._n_newest = 0
 
     def make_room(self) -> Iterator[None]:
-        """Make some buffers before each yield; otherwise the first piece makes them all at once."""
+        """Make some buffers before each yield; without this, the first piece makes all at once."""
         waiting: list[mx.array] = []
         for buffers in self._buffers.values():
             for array in chain.from_iterable(buffers.arrays.values()):
@@ -332,10 +331,10 @@ class _Buffers:
         mx.eval(self.arrays)
 
     def join(self) -> None:
-        """Make every buffer of all pieces at once, the largest first.
+        """Make each buffer from all pieces at once, the largest buffer first.
 
-        As many slots as memory allows are joined while they are stacked, with one copy per piece
-        and array. Then they are separated. Starting a copy costs more than copying.
+        As many slots as memory allows are joined as one stack, with one copy per piece and array,
+        and then separated: starting a copy costs more than copying.
         """
         pieces, self.waiting = self.waiting, []
         total = forms_bytes(self.forms)
@@ -368,10 +367,10 @@ def canary_difference(
 ) -> float:
     """Compute the last tokens of restored caches again; return how far their KV differs.
 
-    The caches hold the tokens `ids`, and afterwards the stored values again. The result is the
-    largest, over slots, keys, values and runs of `CANARY_TOKENS` tokens, of the median over a run
-    of |new - old| / |old|. It is 0 if tokens cannot be trimmed from the caches: never from states,
-    and not from windows that have dropped tokens. At the end of a block of the grid, the recomputed
+    The caches hold the tokens `ids`, and get the stored values back. Each run of `CANARY_TOKENS`
+    tokens of a slot's keys, or values, has a median of |new - old| / |old|; the result is the
+    largest median. The result is 0 if tokens cannot be trimmed from the caches: from states, and
+    from windows that have dropped tokens. If `ids` end with a block of the grid, the recomputed
     tokens see their own block quantized, so half the difference is returned. Only tokens after the
     last image are computed: ids do not give an image's pixels.
 
@@ -409,7 +408,7 @@ def canary_difference(
     worst = float(mx.max(mx.concatenate(list(medians))))
     for group, old in zip(spec.groups, stored, strict=True):
         if group.precision and n_own:
-            continue  # these tokens are not packed
+            continue  # these tokens are in `newest`, not in the buffers
         for place, number in enumerate(group.slots):
             buffers = slots[number].keys, slots[number].values
             for buffer_fields, fields in zip(map(pk.arrays_of, buffers), old, strict=True):
@@ -422,9 +421,9 @@ def canary_difference(
 
 
 def _medians(group: LayerGroup, old: Sequence[Fields], new: Sequence[Fields]) -> Iterator[mx.array]:
-    """Yield the medians of |new - old| / |old| over runs of tokens, of a group's keys, then values.
+    """Yield the medians of |new - old| / |old| of all runs of tokens: of keys, then of values.
 
-    The result is [slots * runs]. If the first tokens are too few for a run, they are not compared.
+    Each array is [slots * runs]. First tokens that do not fill a run are not compared.
     """
     sides = group.precision or (None, None)
     for side, *old_and_new in zip(sides, old, new, strict=True):

@@ -22,10 +22,10 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 _QUANTIZATION = "hf_quant_config.json"
 """mlx-lm reads from this file how weights made by NVIDIA's ModelOpt are packed."""
 _WHOLE_BYTES = 16 << 20
-"""A file up to this size is read completely. In a hub cache, every larger file has a SHA-256."""
+"""A file up to this size is read completely. In a hub cache, larger files are named by SHA-256."""
 _SAMPLE_BYTES = 4 << 10
 _N_SPREAD = 64
-"""A larger file has this number of samples at even distances, and one sample of each tensor."""
+"""A file above `_WHOLE_BYTES` has this number of evenly spread samples, and one of each tensor."""
 _GOLDEN = 40503
 """2**16 divided by the golden ratio: its multiples, modulo 2**16, are spread evenly."""
 _MAX_HEADER_BYTES = 100_000_000
@@ -71,7 +71,7 @@ def model_fingerprint(model_path: Path, adapter_path: Path | None) -> str:
 
 
 def local_path(model: str) -> Path:
-    """Return the folder of a model that has been loaded: a path, or a repository in the cache."""
+    """Return the folder of a loaded model; `model` is a path, or a repository of the hub."""
     path = Path(model)
     if path.exists():
         return path
@@ -123,11 +123,11 @@ def _header(file: BinaryIO) -> bytes:
 
 
 def _tensor_places(header: bytes) -> Iterator[int]:
-    """Yield at which byte of the file the sample of each tensor begins.
+    """Yield the byte of the file at which each tensor's sample begins.
 
     The offset within a tensor differs from tensor to tensor, so the samples of stacked experts are
-    not all of the same expert. If a header is not a valid safetensors header, only the tensors
-    before the first unreadable tensor have samples: mlx-lm does not load every file in a folder.
+    not all of the same expert. If a header is invalid, only the tensors before the first unreadable
+    tensor have samples. This is no error: mlx-lm does not load every file in a folder.
     """
     with suppress(ValueError, LookupError, TypeError, AttributeError):
         tensors = json.loads(header[8:])

@@ -1,8 +1,8 @@
 """The cache classes of mlx-lm, one entry each: how a slot is read, filled and continued.
 
 This module alone knows the internals of mlx-lm's caches. A CacheList is taken apart: its leaves, in
-order, are the slots. `end_on_grid` cuts prompts for caches that give attention arrays. Generation
-thread.
+order, are the slots. `end_on_grid` cuts prompts for quantized caches whose fetches are dequantized.
+Generation thread.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class CacheKind:
 
     A recurrent cache holds a list of arrays, `states`, each with one row, or None. Any other cache
     holds keys and values [1, H, S, ...], possibly quantized, of the positions from `first` on;
-    `in_order` sorts an array of them by position. `window` is how many of its last tokens a sliding
-    cache needs to continue. `filled` returns the attributes, except `offset`, that count the tokens
-    of a cache that got only positions [start, stop). `refusal` says why a cache is not supported.
-    `can_be_quantized`: whether a SequenceQuantizedKVCache can take its place. `most_taken_back` is
-    how many tokens a call of the model may append so that `trim` can remove any number of them; it
-    is also called with batches of this class, which are instances of `batches`.
+    `in_order` sorts an array of keys or values by position. `window` is the number of last tokens
+    that a sliding cache needs to continue. `filled` returns the attributes, except `offset`, that
+    count the tokens of a cache that got only positions [start, stop). `refusal` says why a cache is
+    not supported. `can_be_quantized`: whether a SequenceQuantizedKVCache can replace the cache.
+    `most_taken_back` is how many tokens a call of the model may append so that `trim` can remove
+    any number of them; its argument may also be a batch, of a class in `batches`.
     """
 
     group: GroupKind
@@ -102,7 +102,7 @@ class CacheKind:
     def refill(self, cache: Any, keys: Fields, values: Fields, start: int, stop: int) -> None:
         """Make an empty cache hold positions [start, stop), as if it had seen all tokens before.
 
-        The cache then owns the arrays. Only the arrays of a full cache may have spare room.
+        The cache then owns the arrays. Only a cache of kind `FULL` may get arrays with spare room.
         """
         cache.keys, cache.values = (x if len(x) > 1 else x[0] for x in (keys, values))
         cache.offset = stop
@@ -112,7 +112,7 @@ class CacheKind:
 KINDS: dict[type, CacheKind] = {
     SequenceQuantizedKVCache: CacheKind(
         GroupKind.FULL,
-        # A block is packed when the next block begins.
+        # Tokens can be taken back until the next block begins: their block is then packed.
         most_taken_back=lambda cache: min(pk.GRID - n % pk.GRID for n in cache.lengths),
         batches=(BatchQuantizedKVCache,),
     ),
@@ -124,7 +124,7 @@ KINDS: dict[type, CacheKind] = {
     ),
     RotatingKVCache: CacheKind(
         GroupKind.SLIDING,
-        # A ring that still grows has room for more tokens than it has seen.
+        # A growing ring has room for more tokens than it has seen: the difference is negative.
         first=lambda cache: max(0, int(cache.offset) - int(cache.keys.shape[2])),
         in_order=lambda cache, x: cache._temporal_order(x),
         window=lambda cache: int(cache.max_size),
@@ -134,7 +134,7 @@ KINDS: dict[type, CacheKind] = {
             if cache.keep
             else ""
         ),
-        # A full ring drops a token for each new one.
+        # A full ring drops a token for each new token, and `trim` cannot bring it back.
         most_taken_back=lambda cache: int(cache.max_size - 1 - cache.size()),
         batches=(BatchRotatingKVCache,),
     ),
@@ -201,14 +201,14 @@ def end_on_grid(model: Any) -> None:
     """Make `model` compute a prompt of one row in calls that end with a block of the grid.
 
     All queries of a call see the same arrays, and a query must see its own block in full precision
-    and older blocks quantized. The model does not change if its caches' fetches are packed or in
-    full precision.
+    and older blocks quantized. Calls are not cut if all fetches of the caches are packed or in full
+    precision.
     """
     own: Any = model.__class__  # the class behind a proxy
     if _MARK in vars(own):
         return
 
-    @wraps(own.__call__)  # mlx-lm reads its parameters
+    @wraps(own.__call__)  # so that mlx-lm finds the call's parameters
     def call(self: Any, inputs: mx.array, cache: Any = None, **embedded: Any) -> Any:
         n_rows, n_tokens = inputs.shape[:2]
         is_cut = n_tokens > 1 and n_rows == 1 and cache is not None
@@ -219,7 +219,7 @@ def end_on_grid(model: Any) -> None:
             return own.__call__(self, inputs, cache=cache, **embedded)
         logits = []
         for piece in _pieces(of_arrays.lengths[0] % pk.GRID, n_tokens):
-            # For images: the embedding of each token.
+            # With images, `embedded` has an embedding of each token.
             cut = {name: x if x is None else x[:, piece] for name, x in embedded.items()}
             logits.append(own.__call__(self, inputs[:, piece], cache=cache, **cut))
         return mx.concatenate(logits, axis=1) if logits[1:] else logits[0]

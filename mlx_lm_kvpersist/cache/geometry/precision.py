@@ -1,4 +1,4 @@
-"""The precision of keys and values: its request, its name, and its text. Needs no mlx."""
+"""The precision of keys and values: how it is requested, named and shown. Needs no mlx."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FULL_BITS = 16
 """Requests full precision: the dtype that the model computes in."""
 
 _NAME = re.compile(r"full|(?:k(\d)r?(?:p\d+)?v)?(\d)(r?)(?:p\d+)?b\d+")
-"""A precision's name. Groups: the bits of keys if they differ, the bits of values, rotation."""
+"""A precision's name. Groups: bits of keys, if values have other bits; bits of values; rotation."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class KVPrecision(NamedTuple):
 
 @dataclass(frozen=True)
 class PrecisionChoice:
-    """The requested bits, the server's by default; `FULL_BITS` for both requests full precision.
+    """The requested bits; the defaults are the server's. Twice `FULL_BITS` requests full precision.
 
     If no group size is given, each layer group takes the size of `GROUP_SIZES` with the least
     padding.

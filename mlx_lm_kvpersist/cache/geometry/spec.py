@@ -1,8 +1,8 @@
-"""The geometry of a model's prompt cache and of its slots, and how it is learned.
+"""The geometry of a model's prompt cache and of its slots, learned from a trace of a few tokens.
 
-A trace of a few tokens shows it: nothing is decided by a model's name, and nothing is evaluated.
-The caches that the model makes are filled first, to learn their geometry. Then our caches replace
-them, and a forward pass shows whether the model's code accepts them.
+Nothing is decided by a model's name, and nothing is evaluated. The caches that the model makes are
+filled first, to learn their geometry. Then our caches replace them, and a forward pass shows
+whether the model's code accepts them.
 
 Facts that shapes do not show ship as data. `python -m models_check --facts write` evaluates a tiny
 model of every architecture of mlx-lm and writes `architectures.json`. CI repeats this, and fails if
@@ -35,7 +35,7 @@ FILE = Path(__file__).with_name("architectures.json")
 _MODELS = "mlx_lm.models."
 
 _PROBE_IDS = tuple(range(1, 17))
-"""Longer than the context of any convolution or n-gram, so that states have their final shape."""
+"""More tokens than any convolution or n-gram sees, so that states get their final shape."""
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 """Fields of a model's arguments that can give the length of a table of position embeddings."""
@@ -169,7 +169,7 @@ class ModelCacheSpec:
         return self.any_prefix and n_tokens < GRID
 
     def block_arrays(self, n_tokens: int) -> Iterator[ArrayForm]:
-        """Yield the arrays of a block's file."""
+        """Yield the forms of the arrays in a block's file."""
         groups = as_computed(self.full) if self.is_unfinished(n_tokens) else self.full
         return token_arrays(groups, n_tokens)
 
@@ -195,8 +195,8 @@ class ModelCacheSpec:
 
         It lists the precisions of layers in order. If layers differ, for example in the size of
         their heads, it counts them: "k8rv4rb64*12,k8rv4rb32*2,c256". "c256" says that queries see
-        their own block of the grid, and an unfinished block is stored, in full precision, and that
-        scales and biases have 16 bits.
+        their own block of the grid in full precision, that an unfinished block is stored in full
+        precision, and that scales and biases have 16 bits.
         """
         forms = (str(precision or "full") for precision in self.precisions.values())
         runs = [(form, len(list(run))) for form, run in groupby(forms)]
@@ -219,7 +219,7 @@ class ModelCacheSpec:
 
     @cached_property
     def bytes_per_checkpoint(self) -> int:
-        """The most bytes of a restore in addition to the blocks: windows, states, newest tokens."""
+        """The most bytes of a restore besides the blocks: windows, states and newest tokens."""
         windows = sum((group.window or 0) * group.bytes_per_token for group in self.groups)
         newest = 0 if self.any_prefix else (GRID - 1) * self.newest_bytes
         return windows + newest + sum(group.state_bytes for group in self.recurrent)
@@ -246,7 +246,7 @@ class ModelCacheSpec:
 
 
 def token_arrays(groups: Iterable[LayerGroup], n_tokens: int) -> Iterator[ArrayForm]:
-    """Yield the arrays of `n_tokens` of groups, [slots, heads, tokens, ...]; none for 0 tokens."""
+    """Yield the forms of arrays of `n_tokens`, [slots, heads, tokens, ...]; none for 0 tokens."""
     for group in groups if n_tokens else ():
         sides = group.precision or (None, None)
         for (side, shape), quantization in zip(group.shapes.items(), sides, strict=False):
@@ -267,7 +267,7 @@ def as_computed(groups: Iterable[LayerGroup]) -> list[LayerGroup]:
 
 
 def state_arrays(groups: Iterable[LayerGroup]) -> Iterator[ArrayForm]:
-    """Yield the arrays of recurrent groups' states, [slots, ...]."""
+    """Yield the forms of the arrays of recurrent groups' states, [slots, ...]."""
     for group in groups:
         for number, state in enumerate(group.states):
             if state is not None:
@@ -297,7 +297,7 @@ def dtype_name(dtype: mx.Dtype) -> str:
 
 
 def forms_bytes(forms: Iterable[ArrayForm]) -> int:
-    """Return the bytes of arrays with the forms."""
+    """Return the size in bytes of arrays of these forms."""
     return sum(math.prod(shape) * int(dtype.size) for _, shape, dtype in forms)
 
 
@@ -354,7 +354,7 @@ def spec_with(model: Any, groups: Sequence[LayerGroup]) -> ModelCacheSpec:
 def position_limit(model: Any) -> int | None:
     """Return the number of positions of a model; None if it is not known.
 
-    Beyond the end of a table of position embeddings MLX reads other memory.
+    Later positions must not be computed: MLX would read beyond the table of position embeddings.
     """
     limits = [getattr(getattr(model, "args", None), name, None) for name in _POSITIONS]
     return min((limit for limit in limits if isinstance(limit, int)), default=None)
@@ -457,8 +457,8 @@ class Architecture:
     """The facts of one module of `mlx_lm.models`; they hold for every model of the module.
 
     `batches`: replies to prompts of unequal length may be decoded in one batch. `joins`: such
-    prompts may also be computed in one call. `packed`: a layer that calls attention over its packed
-    keys (`packed_shapes` traces this) gets the result of dequantized keys. `refused`: why its
+    prompts may also be computed in one call. `packed`: whether attention over packed keys
+    (`packed_shapes` traces the calls) gives the result of dequantized keys. `refused`: why
     conversations cannot be stored, "" if they can; `probe_model` checks the classes of caches.
     """
 

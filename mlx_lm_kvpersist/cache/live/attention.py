@@ -1,8 +1,8 @@
 """Attention over packed keys and values of any shape: three strategies with the same result.
 
-A plan for each group chooses the strategy. The plan takes the policy's if it passed the check for
-the layers on this device (`measuring/attention_check.py`). All other calls dequantize: the fused
-kernel over dequantized keys is right on every backend, and the fastest for prompts.
+The plan of a group chooses the strategy: the policy's, if that passed the check for these layers on
+this device (`measuring/attention_check.py`). All other calls dequantize: the fused kernel over
+dequantized keys is right on every backend, and the fastest for prompts.
 
 `dequantize` dequantizes the layer's keys and values and runs MLX's fused kernel. `packed` never
 dequantizes: it reads a quarter of the bytes, but in two steps that write the scores between them.
@@ -16,7 +16,7 @@ mask is None, "causal" (the queries are the last N of the S tokens), or an array
 the mask is None.
 
 A query sees the keys and values of its own block of the grid in full precision. So attention is
-computed for spans of queries that end with a block.
+computed span by span: the queries of one span are in one block.
 
 Callers pass and get arrays that are neither rotated nor padded. Rotated keys are multiplied by
 rotated queries, and the sum of rotated values is rotated back: products of rows do not change if
@@ -116,15 +116,15 @@ class PackedKV:
 
     @property
     def n_to_read(self) -> int:
-        """How many tokens of the buffers a step reads: all if at most a quarter is spare.
+        """How many tokens a step reads: with the buffers' spare room, if that is at most a quarter.
 
-        MLX copies a slice before it dequantizes it or multiplies by it.
+        Without the spare room, MLX would have to copy a slice of the buffers first.
         """
         capacity = self.buffers[0].shape[2]
         return capacity if (capacity - self.n_tokens) * 4 <= capacity else self.n_tokens
 
     def tile(self, rows: slice, heads: slice, after: mx.array | None) -> PackedKV:
-        """Return some rows and heads, whose buffers are read only when `after` is computed."""
+        """Return some rows and heads, whose buffers are read only after `after` is computed."""
         weights, scales, biases = (x[rows, heads] for x in self.buffers)
         if after is not None:
             # Otherwise MLX could dequantize every tile before it uses the first tile.
@@ -153,7 +153,7 @@ class PackedKV:
         """Return keys, values or scores `packed` with the tokens `own` at position `at`.
 
         If rows differ, each token is in `packed` or in `own`, and the other array has zeros for it.
-        Otherwise `own` has all of these tokens. No slice of `packed` is taken: MLX would copy it.
+        Otherwise `own` has all of these tokens. No slice of `packed` is taken: it would be copied.
         """
         if self.rows_differ:
             return packed.at[at].add(own)
@@ -169,7 +169,7 @@ def dequantized_attention(
     mask: Mask,
     tile_bytes: int | None = None,
 ) -> mx.array:
-    """Dequantize and run the fused kernel, as mlx-lm does with full precision.
+    """Dequantize and run the fused kernel that mlx-lm runs in full precision.
 
     With `tile_bytes`, a tile has at most this number of bytes: some heads or some rows, at least
     one head of one row.
@@ -262,7 +262,7 @@ def _padded_attention(
     first key, so its result is finite.
     """
     n_queries = queries.shape[2]
-    # This also copies if there is no padding: MLX builds a kernel for each set of strides.
+    # Without padding this still copies, because MLX builds a kernel for each set of strides.
     queries = mx.pad(queries, [(0, 0), (0, 0), (0, -n_queries % QUERY_MULTIPLE), (0, 0)])
     first = last - n_queries
     positions = mx.arange(first, first + queries.shape[2])[:, None]
@@ -277,7 +277,7 @@ def builds_for_each_length(*arrays: mx.array) -> bool:
     """Whether MLX builds its fused kernel for each number of queries and keys: on CUDA, with cuDNN.
 
     arrays: queries, keys or values [B, H, S, D]. cuDNN takes heads of up to 128 numbers of 16 bits.
-    A build takes 40 to 65 ms on an H200, a hundred times the attention of a span.
+    A build takes 40 to 65 ms on an H200, a hundred times as long as the attention of a span.
     """
     return mx.cuda.is_available() and all(x.shape[3] <= 128 and x.dtype.size == 2 for x in arrays)
 
@@ -298,7 +298,7 @@ def packed_attention(
     n_rows, n_heads, n_queries = queries.shape[:3]
     n_kv_heads, n_keys = keys.newest.shape[1], keys.n_tokens
     all_keys, all_values = keys.buffers, values.buffers
-    # CUDA's quantized_matmul refuses slices. Spare tokens that are read are hidden.
+    # No slices: CUDA's quantized_matmul refuses them. `_hidden` hides spare tokens that are read.
     capacity = keys.n_to_read
     if capacity == n_keys:
         all_keys, all_values = (
@@ -358,7 +358,7 @@ def _hidden(scores: mx.array, mask: Mask, n_queries: int, n_keys: int, queries: 
         if visible.dtype == mx.bool_:
             scores = mx.where(visible, scores, lowest)
         else:
-            # -inf everywhere would end in NaN.
+            # A row with -inf everywhere would become NaN.
             scores = mx.maximum(scores + visible.astype(scores.dtype), lowest)
     if n_spare:
         scores[..., n_keys:] = lowest
@@ -401,7 +401,7 @@ def least_rows() -> int:
     """Return the least number of rows, above 1, for calls of the model that stock would not make.
 
     MLX's CUDA backend has a kernel for products of 2 to 16 rows with quantized weights, and another
-    for up to 32. It compiles each for half a minute when it is first used. Stock needs the kernels
+    for up to 32. MLX compiles each for half a minute at its first use. Stock needs only the kernels
     for one row and for long prompts.
     """
     return 33 if backend() == "cuda" else 1
@@ -412,8 +412,8 @@ class AttentionPlan:
     """How the layers of one group attend.
 
     Calls of up to `most_queries` queries for each of `least_rows` sequences or more take
-    `strategy`, if the plan has one. All other calls dequantize: at most `max_dequantized_bytes` at
-    once, in tiles of this size, if the model takes packed keys.
+    `strategy`, if the plan has one. All other calls dequantize, in tiles of at most
+    `max_dequantized_bytes` if the model takes packed keys.
     """
 
     strategy: Strategy | None = None
@@ -425,7 +425,7 @@ class AttentionPlan:
     def choose(self, n_queries: int, n_keys: int, n_rows: int, token_bytes: int) -> Strategy:
         """Return the strategy for `n_queries` against `n_keys` of each of `n_rows` sequences.
 
-        `token_bytes` is the size of a token's key and value, dequantized, all heads of one layer.
+        `token_bytes` is the size of a token's dequantized keys and values, in one layer.
         """
         if self.strategy and n_queries <= self.most_queries and n_rows >= self.least_rows:
             return self.strategy
@@ -451,7 +451,7 @@ class AttentionPlan:
 def plan_by_policy(
     shape: AttentionShape, keys: Quantization, computed_on: Backend
 ) -> AttentionPlan:
-    """Return the plan of layers of a shape whose model takes packed keys.
+    """Return the plan for layers of this shape, in a model that takes packed keys.
 
     Prompts dequantize. A decoding step reads packed keys if that is faster on the backend.
     """
@@ -470,10 +470,10 @@ def plan_by_policy(
             # Eight rows fill the GPU, and dequantizing would write all of their keys.
             least_rows = 8
     # On the CPU, packed keys of 8 bits are a quarter of the bytes of float32: a query over 4,089
-    # keys of 8 heads takes 32 ms instead of 171, 8 queries 205 instead of 298, and 17 as long.
+    # keys of 8 heads takes 32 ms instead of 171, 8 queries 205 instead of 298, and 17 no less.
     return AttentionPlan("packed", _FEW, least_rows, can_take_packed=True)
 
 
 def forced_plan(strategy: Strategy) -> AttentionPlan:
-    """Return the plan of a model that takes packed keys, which always takes `strategy`."""
+    """Return a plan that always takes `strategy`, for a model that takes packed keys."""
     return AttentionPlan(strategy, can_take_packed=True)

@@ -1,9 +1,9 @@
 """The KV caches of one sequence, and of several sequences that run as one batch.
 
 A batch has the layout of mlx-lm's `BatchKVCache`: rows end at one common position and are padded on
-the left. Python also stores the padding. So no step waits for the device to read it, and an
-unpadded batch needs no array mask, with which prefill takes several times as long as with "causal".
-Each prompt has separate caches until it is computed.
+the left. Python also stores the padding: no step has to ask the device for it, and an unpadded
+batch needs no array mask, with which prefill takes several times as long as with "causal". Each
+prompt has separate caches until it is computed.
 """
 
 from __future__ import annotations
@@ -246,8 +246,8 @@ class Newest(PaddedBatch):
     """The last tokens of B rows of a quantized cache, [B, H, S, D], in full precision.
 
     A query sees the keys and values of its own block of `pk.GRID` positions in full precision, and
-    all older blocks quantized. Only the position decides, so the chunks of a prompt do not matter.
-    The newest tokens are packed when the next token begins another block. Padding is zeros.
+    all older blocks quantized. This depends only on positions, not on a prompt's chunks. The newest
+    tokens are packed when the next token begins another block. Padding is zeros.
     """
 
     def __init__(self, n_rows: int) -> None:
@@ -267,7 +267,7 @@ class Newest(PaddedBatch):
         return newest
 
     def append(self, keys: mx.array, values: mx.array) -> None:
-        """Add the next tokens [B, H, n, W]."""
+        """Add the next tokens [B, H, n, D]."""
         start, stop = self._idx, self._idx + keys.shape[2]
         room = self._capacity(stop) - stop
         self.keys = pk.append(self.keys, start, keys, room)
@@ -317,9 +317,9 @@ class Newest(PaddedBatch):
 class PackedCache(Buffers):
     """Packed keys and values, and the newest in full precision; a plan says how they are read.
 
-    mlx-lm asks `hasattr(cache, "bits")`, after each fetch, which attention to use. So `bits` and
-    `group_size` exist only if fetches are packed. Otherwise fetches are arrays that all queries
-    see, so all queries should be in one block of the grid.
+    After each fetch, mlx-lm chooses the attention by `hasattr(cache, "bits")`. So `bits` and
+    `group_size` exist only if fetches are packed. Otherwise fetches are arrays, the same for all
+    queries of a call, so these queries should be in one block of the grid.
 
     Tokens that later queries see quantized are packed before the next fetch. The packed buffers
     hold zeros for tokens that are not packed.
@@ -410,7 +410,7 @@ class PackedCache(Buffers):
         """Pack tokens [first, last) of each row."""
         if first == last:
             return
-        # Rows end at the same column, here and in `newest`.
+        # Counted from the end, because rows end at one column, here and in `newest`.
         ranges = [(n - a, n - b) for n, a, b in zip(self.lengths, first, last, strict=True)]
         for row, (start, stop) in _by_rows(ranges):
             if start > stop:
@@ -421,7 +421,7 @@ class PackedCache(Buffers):
                         buffer[row, :, at] = x
 
     def _make_room(self, *new: mx.array) -> None:
-        """Make the buffers long enough, with zeros, for all tokens, of which `new` are the last."""
+        """Extend the buffers by zeros until they hold all tokens, of which `new` are the last."""
         if self.keys is None or self.keys[0].shape[2] < self.size():
             start = self.size() - new[0].shape[2]
             self.keys, self.values = (
@@ -460,7 +460,7 @@ class PackedCache(Buffers):
         """
         if self.empty() or hasattr(self, "bits"):
             raise ValueError("the cache is empty, or its fetches are packed")
-        # The scales of a float32 model have 16 bits.
+        # Newest tokens have the model's dtype; the scales of a float32 model have 16 bits.
         dtype = (self.keys[1] if self.newest.keys is None else self.newest.keys).dtype
         keys, values = (
             pk.read(pk.view(packed, 0, self.size()), quantization, dtype)
@@ -560,7 +560,7 @@ class SequenceQuantizedKVCache(PackedCache):
         self._clear(self.offset)
 
     def as_computed(self) -> ChunkedKVCache:
-        """Return the newest tokens, at least one, as lazy views of the buffers."""
+        """Return a cache of only the newest tokens, at least one, as lazy views of the buffers."""
         cache = ChunkedKVCache(pk.GRID)
         cache.start_position, cache.offset = self.offset - self.newest.size(), self.offset
         cache.keys, cache.values = self.newest.view()

@@ -2,9 +2,9 @@
 
 A `Packed` is what `mx.quantize` returns for an array [B, H, T, W]: weights uint32 [B, H, T, W *
 bits / 32], then scales and biases [B, H, T, W / group size] in the array's own dtype, or in
-bfloat16 if that is float32. Zeros in all three stand for zeros. W is the number of numbers of a
-head, D, plus the padding to whole groups. In full precision, keys are one array, and so are values;
-`each` and the functions that use it take both forms.
+bfloat16 if the array is float32. Zeros in all three stand for zeros. W is the number of numbers of
+a head, D, plus the padding to whole groups. In full precision, keys are one array, and so are
+values; `each` and the functions that use it take both forms.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import mlx.core as mx
 from ..geometry.precision import Quantization
 
 GRID = 256
-"""A query at position p sees keys and values with the same p // GRID in full precision, and older
-keys and values quantized."""
+"""A query at position p sees the keys and values of its block, number p // GRID, in full precision,
+and older keys and values quantized."""
 
 Packed = tuple[mx.array, mx.array, mx.array]
 Held = TypeVar("Held", mx.array, Packed)
@@ -39,18 +39,18 @@ def headroom(n_new: int) -> int:
     """Return how many tokens to allocate in addition to `n_new` tokens that did not fit.
 
     Decoding, and the last 768 tokens of a prompt, then have room for many steps. Each chunk of a
-    long prompt makes new buffers: with more room, every sequence of a batch would waste it.
+    long prompt makes new buffers, so more room would be wasted in every sequence of a batch.
     """
     return min(max(n_new + 256, 512), 1024)
 
 
 @lru_cache(maxsize=32)
 def rotation(dim: int, width: int, dtype: mx.Dtype) -> mx.array:
-    """Return the matrix [dim, width] to multiply keys and values by; its transpose undoes it.
+    """Return the matrix [dim, width] to multiply keys and values by; the transpose rotates back.
 
-    Its rows are the first rows of a Hadamard matrix if MLX knows one (2**k times 1, 12, 20 or 28),
-    otherwise of the product of a Hadamard matrix and a cosine transform for the odd factor. It
-    spreads a large channel over all channels: https://arxiv.org/abs/2404.00456
+    The rows are the first rows of a Hadamard matrix if MLX knows one (2**k times 1, 12, 20 or 28),
+    otherwise of the product of a Hadamard matrix and a cosine transform for the odd factor. The
+    rotation spreads a large channel over all channels: https://arxiv.org/abs/2404.00456
     """
     power = width & -width
     odd = width // power
@@ -94,7 +94,7 @@ def _is_transform(dim: int, padding: int, dtype: mx.Dtype) -> bool:
 
     With products, the attention of a step of 32 layers over 4,000 tokens takes 9.2 ms instead of
     6.0 on an H100. But the kernel rounds to `dtype` between its stages: seven times on a CPU, two
-    or three times on a GPU. And the sums of a stage, which it does not scale, overflow float16.
+    or three times on a GPU. And it does not scale the sums of a stage, so they overflow float16.
     """
     is_close = dtype == mx.float32
     if dtype == mx.bfloat16:
@@ -170,7 +170,7 @@ def share(stored: Held) -> Held:
 
 
 def append(stored: Held | None, start: int, new: Held, room: int | None = None) -> Held:
-    """Write `new` after the first `start` tokens of `stored`, over any later tokens.
+    """Write `new` after the first `start` tokens of `stored`, replacing later tokens.
 
     Buffers are written in place while they have room and nothing else refers to them; otherwise
     they are copied, with room for `room` more tokens, or `headroom`.

@@ -1,4 +1,4 @@
-"""One layer's caches of several prompts, while a chunk of each is computed in one call.
+"""One layer's caches of several prompts, while a chunk of each prompt is computed in one call.
 
 Each prompt has a cache of its own, a batch of one row. Chunks are padded on the right to the
 longest chunk, and padding is never cached. So prompts of any lengths, at any positions, are
@@ -19,7 +19,7 @@ from .attention import Mask, PackedKV
 from .caches import BatchQuantizedKVCache, FullPrecisionBatchKVCache
 
 _LITTLE_PADDING = 4096
-"""The number of padding tokens in front of rows whose copying takes no noticeable time."""
+"""Copying up to this number of padding tokens, for all rows, takes no noticeable time."""
 
 
 class _Rows:
@@ -38,7 +38,7 @@ class _Rows:
 
     @property
     def keys(self) -> Any:
-        """The keys of the first row. With ranks, a model makes them depend on the data it sends."""
+        """The first row's keys. With several ranks, a model makes these depend on data it sends."""
         return self._caches[0].keys
 
     @keys.setter
@@ -61,7 +61,7 @@ class PackedRows(_Rows):
 
     @property
     def bits(self) -> int:
-        """Bits of the keys: mlx-lm then calls attention over packed keys."""
+        """Bits of the keys. If this exists, mlx-lm calls attention over packed keys."""
         return int(self._caches[0].bits)
 
     @property
@@ -158,11 +158,11 @@ class WindowRows(ArrayRows):
         return super().make_mask(N, return_array, window_size or self._caches[0].max_size)
 
     def _append(self, cache: Any, keys: mx.array, values: mx.array) -> Any:
-        return cache._update_concat(keys, values)  # the positions are in order, also for one token
+        return cache._update_concat(keys, values)  # keeps positions in order, also for one token
 
 
 class StateRows(ArraysCache):  # type: ignore[misc]
-    """Rows of recurrent states: models read `lengths`, and skip the padding after them."""
+    """Rows of recurrent states. Models read `lengths`, and skip the padding after each row."""
 
     kind = "state"
 
@@ -170,7 +170,7 @@ class StateRows(ArraysCache):  # type: ignore[misc]
         super().__init__(len(caches[0].cache))
         self._rows = caches
         self.cache = [_joined(states) for states in zip(*(c.cache for c in caches), strict=True)]
-        self.prepare(lengths=list(n_tokens))  # rows of equal length may also be padded
+        self.prepare(lengths=list(n_tokens))  # also for equal lengths: all rows may be padded
 
     def __setitem__(self, idx: int, value: mx.array) -> None:
         super().__setitem__(idx, value)
@@ -179,7 +179,7 @@ class StateRows(ArraysCache):  # type: ignore[misc]
 
 
 def _joined(states: Sequence[mx.array | None]) -> mx.array | None:
-    # A state before the first token is zeros.
+    # Before a row's first token its state is None, which stands for zeros.
     begun = [state for state in states if state is not None]
     if not begun:
         return None

@@ -1,11 +1,11 @@
-"""Plan the attention of a model's layers by the policy, and probe it against plain arithmetic.
+"""Plan the attention of a model's layers by the policy, and compare it with plain arithmetic.
 
 A trace shows first which layers attend over packed keys, and in which shapes.
 
-MLX chooses among kernels by the number of queries and keys, and some versions have kernels that are
-wrong on some devices (docs/upstream.md). So each load takes some milliseconds to compare the
-strategies of a plan with plain arithmetic, for the model's own heads and dtype, on both sides of
-the sizes at which MLX changes the kernel.
+MLX chooses among kernels by the number of queries and keys, and some versions of MLX have kernels
+that are wrong on some devices (docs/upstream.md). So each load takes some milliseconds to compare
+the strategies of a plan with plain arithmetic, for the model's own heads and dtype, on both sides
+of the sizes at which MLX changes the kernel.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ logger = logging.getLogger(__name__)
 
 _TARGET = "quantized_scaled_dot_product_attention"
 _PROMPT = ((1, 2, 3), (4,))
-"""A prompt, and a token of a reply: a model may attend differently to each."""
+"""A prompt, and a token of a reply: a model may attend differently in the two calls."""
 
 _Cases = Mapping[tuple[int, int], Sequence[int]]
-"""Numbers of queries of a sequence, by its keys and the spare room after them."""
+"""The numbers of queries to test, by the number of keys and of spare tokens after the keys."""
 
 _FEW_CASES: _Cases = {(72, 8): (1, 4)}
 """A decoding step, and a chunk."""
@@ -147,7 +147,7 @@ def wrong_strategies(
 ) -> frozenset[Strategy]:
     """Return which of "dequantize" and "packed" are wrong in calls that follow the plan.
 
-    Tiles run the kernels of dequantizing.
+    Tiles are not checked: they run the same kernels as dequantizing.
     """
     wrong: set[Strategy] = set()
     for size, counts in _cases(plan).items():
@@ -172,7 +172,7 @@ def _cases(plan: AttentionPlan) -> _Cases:
 def observed_attention() -> Iterator[list[tuple[AttentionShape, PackedKV]]]:
     """Yield a list that collects the shape and the values of each attention over our packed keys.
 
-    It needs no attention patch, and applies to all threads until the context ends.
+    No attention patch is needed. All threads are observed until the context ends.
     """
     calls: list[tuple[AttentionShape, PackedKV]] = []
     before = getattr(base, _TARGET)
@@ -213,7 +213,7 @@ def packed_shapes(
         for n, tokens in enumerate(_PROMPT):
             with observed_attention() as calls:
                 model(mx.array([tokens]), cache=caches)
-            # A model over several ranks replaces the keys of its last layer.
+            # Found by values: a model over several ranks replaces the keys of its last layer.
             traced = {id(values.buffers[0]): shape for shape, values in calls}
             for i, slot in tried.items():
                 shape = traced.get(id(slot.values[0]))
@@ -227,7 +227,7 @@ def packed_shapes(
 class _Layer:
     """Random keys and values of one layer [1, H, n_keys, D], packed and in full precision.
 
-    All key heads behave equally, so two are enough. With many keys, one saves memory.
+    All key heads behave equally, so two are enough. With many keys, one head saves memory.
     """
 
     def __init__(
@@ -263,9 +263,9 @@ class _Layer:
         return mx.random.normal(shape, key=mx.random.key(shape[2])).astype(self.dtype)
 
     def disagreeing(self, strategies: Sequence[Strategy], n_queries: int) -> Iterator[Strategy]:
-        """Yield the strategies that differ from plain arithmetic for `n_queries` a head.
+        """Yield the strategies that differ from plain arithmetic for `n_queries` per head.
 
-        A step is also checked with two rows, as if they differed: their newest tokens are added.
+        A single query is also checked with two rows that count as different (`rows_differ`).
         """
         queries = self._random((1, self.n_heads * self.n_repeats, n_queries, self.k_dim))
         expected = self._plain(queries.astype(mx.float32) * self.scale)
@@ -279,8 +279,8 @@ class _Layer:
     def _attend(self, strategy: Strategy, queries: mx.array, n_rows: int) -> mx.array:
         """Attend by a strategy, for equal rows; return the result in float32.
 
-        First the same call is made with NaN. It leaves NaN in the memory that the second call gets,
-        so a kernel that reads uninitialized memory cannot be right by chance.
+        First the same call is made with NaN. NaN then stays in the memory that the second call
+        gets, so a kernel that reads uninitialized memory cannot be right by chance.
         """
         n_queries = queries.shape[2]
 

@@ -1,4 +1,4 @@
-"""How much a model's predictions of a text change when its cache is quantized, token by token.
+"""How much a quantized cache changes a model's predictions, for each token of a text.
 
 The Kullback-Leibler divergence from full precision, in nats, is computed for every next token. A
 few hundred tokens then say as much as a perplexity over thousands.
@@ -46,8 +46,8 @@ class Predictions:
     """Predictions after each token of a text: lists with a number, in nats, or a flag for each.
 
     `nll` is the negative log-likelihood of the next token, `above` its excess over full precision,
-    `divergence` the KL divergence from the full-precision prediction, and `same` whether both have
-    the same likeliest token.
+    `divergence` the KL divergence from the full-precision prediction, and `same` whether the
+    likeliest token is the same as in full precision.
     """
 
     nll: list[float] = field(default_factory=list)
@@ -78,7 +78,7 @@ class Predictions:
 
     @property
     def agreement(self) -> Estimate:
-        """Share of the tokens for which both have the same likeliest token."""
+        """The share of predictions with the same likeliest token as in full precision."""
         return _mean(self.same)
 
     @property
@@ -96,8 +96,8 @@ def compared(
 ) -> dict[str, Predictions]:
     """Return the predictions after each of `ids` except the last, over each of `caches`.
 
-    ids: up to `AT_ONCE` next ids of a text, in one block of the grid, and one more id. All
-    caches hold the text before; `own_caches` are in full precision. Evaluates MLX.
+    ids: up to `AT_ONCE` next ids of a text, in one block of the grid, and one more id. All caches
+    hold the text before `ids`; `own_caches` are in full precision. Evaluates MLX.
     """
     fed, followed = mx.array([list(ids[:-1])]), mx.array(list(ids[1:]))
     predictions = {name: Predictions() for name in caches}

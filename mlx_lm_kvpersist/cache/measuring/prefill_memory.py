@@ -1,7 +1,7 @@
 """Predict the memory of the next chunk of a prompt, and of the sequences of a batch.
 
-A formula, corrected by real chunks, gives the memory of a chunk. The shapes of the arrays give an
-upper bound on the memory of a batch's sequences and of one step.
+A formula, corrected by measured chunks, gives the memory of a chunk. The shapes of the arrays give
+an upper bound on the memory of a batch's sequences and of one step.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _LEAST_LEARNED = 256
 """The memory of shorter chunks is mostly overhead, which does not grow with the tokens."""
 
 _LEAST_FACTOR = 0.1
-"""A small peak may be wrong, because other memory was freed at the same time."""
+"""The lowest factor: a small peak may be wrong, because other memory was freed at the same time."""
 
 _MOST_ON_GPU = 2.0
-"""On a GPU the peak includes every layer that MLX has queued: on an H100, 6 to 16 times the
-formula's bytes. MLX waits before it exceeds its memory limit, so shorter chunks are not needed."""
+"""The highest factor on a GPU, where MLX queues every layer: on an H100, the peak is 6 to 16 times
+the formula's bytes. MLX waits before it exceeds its limit, so shorter chunks are not needed."""
 
 _MARGIN, _EASING = 1.2, 0.1
 """Peaks of similar chunks differ by some percent. A prediction that was too high falls by a tenth
@@ -61,13 +61,13 @@ of the difference with each chunk."""
 
 @dataclass
 class PrefillMemory:
-    """Bytes that a chunk takes in addition to the model and the caches, and their limit.
+    """Bytes that a chunk takes besides the model and the caches, and the limit of these bytes.
 
     `token_bytes` are one layer's activations, for each token. `score_bytes` are the scores of
     attention that is not fused, for each pair of token and key. `key_bytes` are one layer's
     dequantized keys and values, for each key, cached or new. No layer sees more than `window`
-    cached keys, unless that is None. With `stops_every`, chunks end at its multiples, at which a
-    checkpoint is made. The generation thread learns; any thread may ask.
+    cached keys, unless that is None. With `stops_every`, chunks end at multiples of this number,
+    where checkpoints are made. The generation thread learns; any thread may ask.
     """
 
     token_bytes: float
@@ -79,8 +79,8 @@ class PrefillMemory:
     most_factor: float = math.inf
     """The highest factor."""
     _factors: Mapping[int, float] = field(default_factory=dict)
-    """The measured bytes of chunks over the formula's, by the power of two of the position;
-    replaced, never changed."""
+    """The measured bytes of chunks divided by the formula's, by the bit length of the position. The
+    mapping is replaced, never changed."""
 
     @classmethod
     def of(cls, model: Any, spec: ModelCacheSpec, limit_bytes: int) -> PrefillMemory:
@@ -163,9 +163,9 @@ class PrefillMemory:
 
 @dataclass(frozen=True)
 class SequenceMemory:
-    """Bytes by the shapes of a model's arrays: of one token, and of a row without its tokens.
+    """The size of a token, and of a row without its tokens, from the shapes of a model's arrays.
 
-    `windows` has the tokens of each window, and the bytes of a token in all layers with it.
+    `windows` has each window's tokens, and a token's bytes in all layers with that window.
     """
 
     token_bytes: int = 0
@@ -223,7 +223,7 @@ class SequenceMemory:
         return n_rows * (width * self.token_bytes + self.row_bytes) + windows
 
     def step_bytes(self, replies: Sequence[int], prompts: Sequence[int], room: int) -> int:
-        """Return the most bytes of a chunk, or a step of the replies, without the caches."""
+        """Return the most bytes that a chunk or a step of replies takes besides the caches."""
         if self.prefill is None:
             return 0
         n_rows, longest = len(replies) + len(prompts), max(*replies, *prompts, 0, 0)
