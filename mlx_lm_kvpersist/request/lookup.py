@@ -491,7 +491,7 @@ def tokens_to_reuse(
     `match` diverges after these tokens. Fewer than MIN_TOKENS give 0 and no reason. O(blocks).
     """
     if n_tokens < MIN_TOKENS:
-        return 0, None  # only a template's first words match
+        return 0, None  # so few tokens are a template's first words
     spec, speed = model.spec, model.speed
     blocks = [block for block in match.path if block.start < n_tokens]
     sizes = {n: forms_bytes(spec.block_arrays(n)) for n in {block.n_tokens for block in blocks}}

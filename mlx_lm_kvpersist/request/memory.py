@@ -1,7 +1,7 @@
 """The account of all memory except a model's weights: caches, claims of requests, and the pool.
 
 The pool gets the memory that sequences do not use, and at least a share of the total. A request
-begins if the caches of all requests fit, each with its whole prompt. The system reports how much
+begins if the caches of all requests fit, with the whole prompt of each. The system reports how much
 memory is available, and the memory pressure. Generation thread, except for `parts`.
 """
 
@@ -110,7 +110,7 @@ class Memory:
         mx.set_memory_limit(self._stock_limit_bytes)
 
     def _needed(self, more: Sequence[int] = (), room: int = ROOM) -> int:
-        """Return the bytes of all sequences and prompts of `more` tokens, plus `room` each."""
+        """Return the bytes for all sequences and `more` prompts, each with `room` spare tokens."""
         self._claims = [claim for claim in self._claims if not claim.is_over()]
         prompts = [*self._prompts, *(claim.n_tokens for claim in self._claims), *more]
         caches = self._takes.caches_bytes(self._replies, prompts, room)

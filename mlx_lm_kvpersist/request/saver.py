@@ -4,7 +4,7 @@ A save does little work: hash the ids, copy the new tokens' KV, evaluate. Genera
 
 A model with windows or recurrent layers can resume only at a checkpoint, which has the states and
 the last tokens of the windows. Checkpoints are at the ends of the system prompt, of the user's
-messages and of the replies. A long prompt also has temporary ones until its reply ends. A
+messages and of the replies. A long prompt also has temporary checkpoints until its reply ends. A
 checkpoint that takes only a few seconds to compute again is postponed: the next checkpoint may
 replace it before it is written.
 """
@@ -45,16 +45,17 @@ STATE = "state"
 tokens of quantized layers in full precision."""
 
 MAX_CHECKPOINTS = 6
-"""A chain keeps its first checkpoint, and this number of its newest: two per turn, for 3 turns."""
+"""A chain keeps its first and this number of its newest checkpoints: two per turn, for 3 turns."""
 
 N_SAFE = 2
-"""The number of newest written checkpoints to keep: a kill loses postponed checkpoints."""
+"""How many of the newest written checkpoints stay, because a kill loses postponed checkpoints."""
 
 MAX_BRANCHES = 4
-"""Also kept: the last checkpoint up to each of this number of further forks."""
+"""A chain also keeps the last checkpoint at or before each of this number of further forks."""
 
 MIN_TOKENS_BETWEEN = 16
-"""A prompt has no checkpoint this near after another, except after a temporary checkpoint."""
+"""A prompt's checkpoints are at least this many tokens apart, except after a temporary
+checkpoint."""
 
 _MAX_REPLY_BLOCKS = 64
 
@@ -155,10 +156,10 @@ class Saver:
         store: CheckpointSource,
         lost: Collection[bytes] = (),
     ) -> RestorePoint | None:
-        """Return the records to restore for a chain's first `n_tokens`, without keys in `lost`.
+        """Return the records to restore for a chain's first `n_tokens`; none has its key in `lost`.
 
-        If position `n_tokens` is inside a quantized block, an unfinished block that begins like it
-        is used instead. If no such block exists, the last tokens are computed again. O(blocks).
+        If position `n_tokens` is inside a quantized block, an unfinished block with the same first
+        tokens is used. Without such a block, the last tokens are computed again. O(blocks).
         """
         needed, end = [], 0
         for block in path:
@@ -320,7 +321,7 @@ class CheckpointSaver(Saver):
         ended, before = cache_type == REPLY, sequence.chain
         if cache_type == PREFILL and len(tokens) % CHECKPOINT_EVERY:
             return
-        # A temporary checkpoint just before this checkpoint does not replace it.
+        # Just after a temporary checkpoint, a checkpoint is saved all the same.
         is_last = before and (cache_type == PREFILL or not _is_temporary(before[-1]))
         if is_last and not ended and len(tokens) - before[-1].stop < MIN_TOKENS_BETWEEN:
             return
@@ -409,14 +410,14 @@ class CheckpointSaver(Saver):
     def superseded(
         self, sequence: RunningSequence, stored: Stored, store: BlockStore
     ) -> list[Checkpoint]:
-        """Return the `stored` windows and states that can be deleted.
+        """Return the `stored` windows and states to delete, because no kept checkpoint needs them.
 
-        These checkpoints stay, with all records that they need: the newest checkpoints, the newest
-        in lower tiers, and the first, which other conversations share. At or before each position
-        where another session ends or conversations diverge, the last checkpoint stays, and the
-        last in lower tiers. So a kill or an eviction costs another conversation at most
-        `config.MAX_LOSS_S`. Temporary checkpoints stay only at these positions, or at the end. The
-        checkpoint of an earlier reply that branches off where this sequence continued is deleted.
+        The newest checkpoints are kept, the newest in lower tiers, and the first, which other
+        conversations share. At or before each position where another session ends or conversations
+        diverge (up to `MAX_BRANCHES` more), the last checkpoint is kept, and the last in lower
+        tiers. So a kill or an eviction costs another conversation at most `config.MAX_LOSS_S`.
+        Temporary checkpoints are kept only at these positions, or at the end. The checkpoints of
+        `_replies_left` are deleted, too.
         """
         chain = sequence.chain
         ends, forks = store.ends(chain, sequence.session), store.forks(chain)
@@ -494,7 +495,7 @@ def _stored_window(stored: Stored, block: Block, window: int, n_tokens: int) -> 
 def _replies_left(
     chain: Sequence[Block], sequence: RunningSequence, store: BlockStore
 ) -> list[Checkpoint]:
-    """Return checkpoints of replies without a next turn that branch off where this chain continued.
+    """Return checkpoints of replies that branch off where this chain continued, if no turn follows.
 
     Such a reply has one checkpoint, at its end. A branch of another conversation
     has a second checkpoint, or is the end of a session.

@@ -45,7 +45,7 @@ INTERRUPTED_S = 2.0
 MIN_SHARED = 2 * BLOCK_TOKENS
 """If two prompts share fewer tokens, both requests compute them: waiting takes as long."""
 SHORT_REPLY = 16
-"""A shorter reply does not read stored ids for drafts: reading takes longer than drafts save."""
+"""For a shorter reply, stored ids are not read: reading takes longer than drafts save."""
 _MORE_BYTES = 1 << 20
 """A shared object may have this number of bytes in addition to two blocks."""
 
@@ -58,17 +58,17 @@ class Stage(Enum):
     NEW = "new"
     """The request waits for memory."""
     FETCHING = "fetching"
-    """Its blocks are read and joined, or another request computes blocks that it needs."""
+    """The request's blocks are read and joined, or another request computes them."""
     READY = "ready"
-    """It may enter the batch."""
+    """The request may enter the batch."""
     PREFILL = "prefill"
-    """Its prompt is computed."""
+    """The prompt is computed."""
     DECODE = "decode"
-    """Its reply is computed."""
+    """The reply is computed."""
     PARKED = "parked"
-    """Its reply was taken out of the batch, and waits for memory."""
+    """The reply was taken out of the batch, and waits for memory."""
     DONE = "done"
-    """Its reply has ended, or its client has left. No other stage follows."""
+    """The reply has ended, or the client has left. No other stage follows."""
 
 
 @dataclass(eq=False)
@@ -84,7 +84,7 @@ class RequestState:
     note: Mapping[str, str] = field(default_factory=dict, repr=False)
     """For people: the client's name (`client`), and the first words of its user (`words`)."""
     is_kept: bool = True
-    """Whether its tokens may be stored, on disk or in RAM."""
+    """Whether the request's tokens may be stored, on disk or in RAM."""
     id: str = field(default_factory=lambda: f"kvp-{token_hex(8)}")
     """Random: a growing number would show how many requests the server gets."""
     stage: Stage = Stage.NEW
@@ -454,7 +454,7 @@ class ServedRequest(TakenRequest):
             if lookup is not None and serving.model.ranks.are_several:
                 fed = lookup.stored.prompt  # all ranks use the prompt that rank 0 has looked up
             reuse = Reuse(fed, Outcome(Kind.MISS, len(fed.ids), reason=Reason.STORE_FAILED))
-            state.digest = None  # `fed` can have another text
+            state.digest = None  # of the looked-up text; `fed` can have another
         if state.fetched and reuse.outcome.kind is not Kind.EXACT:
             detail = "; ".join(filter(None, (reuse.outcome.why, state.fetched)))
             reuse.outcome = replace(reuse.outcome, detail=detail)
@@ -548,7 +548,7 @@ class ServedRequest(TakenRequest):
         """Look up the saved part of a sequence by its ids, which must not change. O(prompt)."""
         state, model = self._state, replace(self._serving.model, text=None)
         self.prompt = state.rendered = prompt
-        state.move(Stage.PARKED)  # also for a prompt whose chunk failed
+        state.move(Stage.PARKED)  # a prompt whose chunk failed is in an earlier stage
         if self._serving.model.ranks.decides:
             state.lookup = Lookup(prompt, self._root, self._serving.store, model)
         self._claim = self._new_claim()
