@@ -36,7 +36,7 @@ _UNKNOWN = b"\xff"
 
 
 class _Pieces(dict[int, bytes]):
-    """The bytes of tokens by their ids; an image has its digest at its first token."""
+    """The bytes of tokens by their ids; an image's first token has the image's digest."""
 
     def __missing__(self, token_id: int) -> bytes:
         return _UNKNOWN if token_id >= 0 else text_of(token_id).encode()
@@ -163,7 +163,7 @@ class TokenText:
 def n_chars_alike(
     stored: Sequence[tuple[int, int]], own: Sequence[tuple[int, int]], position: int, n_chars: int
 ) -> int:
-    """Return how many of `n_chars` equal characters have the same control tokens.
+    """Return how many of `n_chars` equal characters precede the first unequal control token.
 
     stored: `TokenText.controls` of the block at `position`. own: the controls of the prompt.
     """
@@ -399,7 +399,7 @@ def common_prefix(content: Any, prompt: Any, position: int) -> int:
 
 
 def _cut(step: _Step, prompt: Any, tokens: TokenText | None) -> tuple[int, int]:
-    """Return how many tokens and characters a block has up to its last token in the common part.
+    """Return how many tokens of a block are in the common part, and their number of characters.
 
     A token that ends inside a character counts if the prompt has a replacement character there, or
     if the prompt has the same ids up to the end of the block.
