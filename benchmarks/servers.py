@@ -68,7 +68,7 @@ def before_side(checkout: Path) -> Side:
 
 
 class BenchmarkServer(RankedServer):
-    """The server of one side. The run ends if it serves otherwise than the side's name says.
+    """The server of one side. The run ends if it does not serve as the side's name says.
 
     gpus: the values of CUDA_VISIBLE_DEVICES for its ranks; if empty, the environment's value stays.
     """
@@ -189,8 +189,8 @@ class Fleet:
         if n_ranks > 1 and device()["kind"] == "gpu" and len(gpus) % n_ranks:
             raise SystemExit(f"CUDA_VISIBLE_DEVICES must name a multiple of {n_ranks} GPUs")
         self._folder = Path(tempfile.mkdtemp(prefix="kvpersist-bench-"))
-        # An MLX process keeps the GPU memory that it has used, so two servers on one GPU may not
-        # have enough.
+        # An MLX process keeps the GPU memory that it has used: one GPU may be too small for two
+        # servers.
         groups = [gpus[n : n + n_ranks] for n in range(0, len(gpus), n_ranks)]
         self.servers = {
             side.name: BenchmarkServer(model, side, self._folder, n_ranks=n_ranks, gpus=group)

@@ -115,7 +115,7 @@ class Soak:
 
     @property
     def grew(self) -> bool:
-        """Whether the server had much more memory in the last quarter than in the second."""
+        """Whether memory grew a lot from the second to the last quarter of the samples."""
         before, after = self._quarters()
         return len(self.samples) >= _LEAST_SAMPLES and after > _GREW * before + _SLACK_BYTES
 

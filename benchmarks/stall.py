@@ -87,7 +87,7 @@ def measure(run: Run, context: int, n_repeats: int) -> None:
                     sent_s = time.perf_counter()
                     answer = fleet[side].ask(long, 1, new())
                     stop_s = sent_s + answer.ttft_s
-                    time.sleep(_ALONE_S / 2)  # the token after the last pause must come, too
+                    time.sleep(_ALONE_S / 2)  # so that the token after the last pause has come, too
                 gap_s = reply.longest_gap_s(sent_s, stop_s)
                 run.report.add(QUESTION, f"during {tokens(context)}", side, "s", gap_s)
                 fleet[side].settle()

@@ -71,7 +71,7 @@ def measure(run: Run, n_tokens: int, n_repeats: int, parent: Path | None = None)
 
 
 class Work:
-    """Each kind of work, timed: with the store, and with plain files or memory alone."""
+    """Times each kind of work: with the store, and with plain files or memory alone."""
 
     def __init__(self, spec: ModelCacheSpec, n_tokens: int, folder: Path) -> None:
         self.spec, self.blocks = spec, random_blocks(spec, n_tokens)
