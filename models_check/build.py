@@ -23,7 +23,7 @@ from .configs import CONFIGS, module_of
 _BIAS_STD = 0.1
 
 _HEAD_STD = 2.5
-"""With this number, logits have an entropy of 3 to 4 nats, and two are seldom nearly equal."""
+"""Logits then have an entropy of 3 to 4 nats, and two logits are seldom nearly equal."""
 
 
 @dataclass(frozen=True)

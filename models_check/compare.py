@@ -16,7 +16,7 @@ _Logprobs = npt.NDArray[np.float32]
 @dataclass(frozen=True)
 class Comparison:
     """`difference` is the largest of all steps. A token counts as other if the run and the
-    reference prefer different tokens, and as a near tie if noise can explain that."""
+    reference prefer different tokens, and as a near tie if noise can explain the difference."""
 
     difference: float
     n_other_tokens: int = 0

@@ -1,6 +1,6 @@
 """Generate as the stock server does, without HTTP: in its batch generator, or one by one.
 
-Every sequence is cut into segments. Like the server, it saves the caches at the end of each segment
+Every sequence is cut into segments. As in the server, caches are saved at the end of each segment
 and of the reply. A reply's tokens can be prescribed. Then all runs of a prompt have the same
 tokens, and can be compared even after a near tie.
 """
@@ -139,7 +139,7 @@ class _Run:
     reply: Reply | None = None
 
     def take(self, response: Any) -> None:
-        """Take one token; save the caches after the last one."""
+        """Take one token; save the caches after the last token."""
         self.ids.append(int(response.token))
         self.logprobs.append(np.array(response.logprobs.astype(mx.float32)))
         if response.finish_reason is not None:
@@ -177,10 +177,9 @@ def _single(model: Any, row: Row) -> Reply:
 
 
 def plainly(model: Any, row: Row, *, at_once: bool = False) -> Reply:
-    """Generate without mlx-lm's generators, cutting the prompt as its batch generator does.
+    """Generate without mlx-lm's generators, cutting the prompt as mlx-lm's batch generator does.
 
-    If `at_once`, cut it as mlx-lm does for a single request: all but the last token, then that
-    token.
+    If `at_once`, cut the prompt as mlx-lm does for a single request: before the last token.
     """
     segments = row.rest()
     if at_once:

@@ -190,7 +190,7 @@ class Runs:
 def difference_of_restored(model: Any, spec: ModelCacheSpec) -> float:
     """Return the difference between logits over restored caches and over the original caches.
 
-    Another prompt is computed before, so a model that keeps state outside its caches differs.
+    Another prompt is computed before, so logits differ if a model keeps state outside its caches.
     """
     ids = random_ids(31, _N_RESTORED)
     caches = spec.make_cache()

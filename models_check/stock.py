@@ -1,6 +1,6 @@
 """Stock's own results with a model: whether it runs, and its faults.
 
-The plugin replaces the caches, not the models or the batch generator, so it has their faults, too.
+The checks use mlx-lm's models and batch generator, so our caches show their faults, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .conversation import N_STRANGER, random_ids
 from .drive import Reply, Row, alone, can_batch, generate, plainly
 
 NOT_JOINTLY = "one by one"
-"""Stock is right about rows that join a batch one by one, and wrong about padded prompts."""
+"""Stock is right about prompts that join a batch one by one, and wrong about padded prompts."""
 
 
 class StockFails(Exception):

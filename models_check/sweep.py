@@ -1,4 +1,4 @@
-"""Have one conversation with one model in all ways that must agree, and compare the results.
+"""Have one conversation with one model in all ways that must give equal results, and compare.
 
 The reference is one set of our caches that lives as long as the conversation. It is compared with:
 
@@ -162,7 +162,7 @@ class _Sweep:
         """Compare our caches with the model's own caches, which round as ours do.
 
         The rest of the sweep compares our caches with each other, and would not see a fault that
-        all of them share.
+        all our caches share.
         """
         own = rounded(make_prompt_cache(self.model), self.spec.make_cache())
         answer = partial(plainly, at_once=not self.spec.batches)
@@ -213,7 +213,7 @@ class _Sweep:
         return self._carried(self.talk, N_TURNS - 1, self.replies[:-1])[-1]
 
     def _rewound(self, stored: StoredModel) -> None:
-        """Send another last turn, and compare the reply with one that needs no store."""
+        """Send another last turn, and compare the reply with a reply without a store."""
         ending = self._ending(77)
         stored.restart()
         reply = stored.answer(ending.segments, N_REPLY, ending.reply.ids)

@@ -7,7 +7,7 @@ from typing import Any
 from .shapes import EXPERTS, FULL, HIDDEN, LATENT, SIZES, VOCAB, WINDOW
 
 _INDEXER = {"index_head_dim": 32, "index_n_heads": 8, "index_topk": 24}
-"""Each token attends to this number of tokens: fewer than a prompt has."""
+"""Each token attends to `index_topk` tokens: fewer than a prompt has."""
 
 _LONGCAT = {
     **SIZES,
