@@ -1,6 +1,6 @@
 """The installed mlx-lm: its cache classes, and the modules that import patched names.
 
-Its source is read, not imported: importing 120 model modules takes half a minute.
+The source of mlx-lm is read, not imported: importing 120 model modules takes half a minute.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def _check(row: Row, folder: Path, wheel: Path, *, keep: bool) -> Outcome:
         python = make_environment(row, folder, wheel)
         if python is None:
             return Outcome(**found, result="none", says=f"PyPI has no {row.requirement}")
-        if row.expect == "refused":  # its environment may lack modules that the checks import
+        if row.expect == "refused":  # the environment may lack modules that the checks import
             return Outcome(**found, **refusal(python, folder))
         report = _report(python)
         found |= {name: report[name] for name in ("mlx_lm", "mlx", "python")}
@@ -221,7 +221,7 @@ def python_with(version: str, folder: Path) -> Path:
     """Return a Python that has a version of mlx-lm: this Python, or a new environment's.
 
     The new environment follows the first row of `versions.toml` that serves with that mlx-lm, so
-    its mlx is old. Its Python has the version of this Python or of the row, whichever is newer.
+    mlx is old there. The Python has the version of this Python or of the row, whichever is newer.
     Raises RowFailed if the environment cannot be made.
     """
     if version == versions.installed("mlx-lm"):
