@@ -408,7 +408,7 @@ class Tree:
 def accepted_mutants(path: Path = ACCEPTED) -> list[dict[str, str]]:
     """Return the mutants that may survive, each with `file`, `line` (the line's text) and `reason`.
 
-    Some have `after`, too.
+    Some mutants have `after`, too.
     """
     found: list[dict[str, str]] = tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]
     return found
