@@ -1,6 +1,6 @@
 """The patches and hooks of `mlx_lm.server`. This package knows nothing about KV.
 
-Its import is cheap and changes nothing: `install` does the work.
+Importing the package is cheap and changes nothing; `install` does the work.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def install(names: Sequence[str]) -> None:
     """
     from .patching import versions
 
-    versions.check()  # first: another version may lack what the next imports need
+    versions.check()  # first: with another version the next imports may fail
     from . import manager
     from .patching.patches import PATCH_SET, needed
     from .run import PatchChecks

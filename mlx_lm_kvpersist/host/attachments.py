@@ -1,10 +1,10 @@
 """Images and files in messages: a line of text replaces content that the model cannot read.
 
 A client sends the whole conversation with each turn. So an attachment is refused only in the newest
-question. In other messages the same line always replaces it, so the prompt does not change.
+question. In other messages the same line always replaces the attachment, so the prompt stays equal.
 
-After a refusal Claude Code joins the next question to the refused message: the attachment, its
-text, the new text. If the server also refused the joined message, the conversation would end.
+After a refusal Claude Code sends one message with the attachment, its text and the new question. If
+the server refused this message, too, the conversation would end.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Part = dict[str, Any]
 def fit_attachments(messages: list[Message], reads_images: bool) -> list[Message]:
     """Return messages with text only, and with images if the model reads them.
 
-    messages: as `check_messages` accepts them. Raises RequestRefused if the question has content
-    that the model cannot read.
+    messages: messages that `check_messages` accepts. Raises RequestRefused if the question has
+    content that the model cannot read.
     """
     question = _question(messages)
     fitted: list[Message] = []
@@ -122,7 +122,7 @@ def _is_read(block: Part, reads_images: bool) -> bool:
 
 
 def _readable_part(contents: list[Part], i: int, reads_images: bool) -> Part:
-    """Return a part, or the line that replaces it. Templates join texts without a separator."""
+    """Return a part, or the line that replaces it. Templates put nothing between texts."""
     if _is_read(contents[i], reads_images):
         return contents[i]
     readable = "text and images" if reads_images else "text"

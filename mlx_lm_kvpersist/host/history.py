@@ -32,7 +32,7 @@ _ASKED: Message = {"role": "user", "content": _MARK}
 _CALL_IDS = ("call00000", "call00001")
 _LOOK = {"name": "look", "description": "Look.", "parameters": {"type": "object"}}
 _ENDS: tuple[tuple[str, ...], ...] = ((), ("user",), ("assistant", "user"))
-"""Ends of a conversation after the tested message: some templates require them."""
+"""Kinds of messages that, in some templates, must follow the tested message."""
 _JOINS: dict[str, tuple[str, ...]] = {
     "system": ("system", "user", "tool"),
     "user": ("user", "tool"),
@@ -78,7 +78,7 @@ class Template:
     def fit(
         self, messages: list[Message], tools: Any = None, *, continues: bool = False
     ) -> list[Message]:
-        """Return messages that the template renders, as far as that is possible.
+        """Return the messages in forms that the template renders, as far as possible.
 
         tools: the request's tools. continues: whether the model continues the last message.
         """
@@ -100,7 +100,7 @@ class Template:
     def refused(self, messages: list[Message], tools: Any, *, continues: bool) -> int | None:
         """Return the `PLACE` of the first message that cannot be rendered, or None.
 
-        messages: the request's, before `fit` adapted them.
+        messages: the request's messages before `fit`.
         """
 
         def fails(n: int) -> bool:
@@ -156,7 +156,7 @@ class Template:
         return self._reads(("beside calls", *names), [full], [bare])
 
     def id_of(self, call_id: Any, otherwise: Any) -> Any:
-        """Return a call's id, or nine letters and digits that replace it, the same each time.
+        """Return a call's id; if the template refuses it, nine letters and digits made from it.
 
         otherwise: the source of the new id if the call has no id. Some templates require nine
         characters.
@@ -181,7 +181,7 @@ class Template:
         return forms[self._first(("arguments", type(arguments), is_empty), tried)]
 
     def spoken(self, kinds: Sequence[str], place: int | None = None) -> str | None:
-        """Return the text of a message of each kind, None if the template refuses them.
+        """Return a rendered conversation of these kinds, None if the template refuses it.
 
         place: the index of a message whose text must be between the texts of its neighbours.
         """
@@ -211,7 +211,7 @@ class Template:
         return _calling(self.form_of({"where": _MARK}), ids)
 
     def _reads(self, name: Hashable, form: list[Message], usual: list[Message]) -> bool:
-        """Tell whether the template renders a form of messages, or also refuses the usual form."""
+        """Tell whether the template renders this form; True if it refuses even the usual form."""
         texts = (self.rendered([_ASKED, *messages]) for messages in (form, usual))
         return self._first(name, texts) == 0
 
@@ -230,9 +230,9 @@ class Template:
 
 
 class _Fitting:
-    """Messages, each in a form in which the template renders it after the previous messages.
+    """Messages, each in a form that the template renders after the previous messages.
 
-    adapts_all: whether also messages other than system messages are adapted.
+    adapts_all: whether all messages are adapted, or only system messages.
     """
 
     def __init__(self, template: Template, messages: list[Message], *, adapts_all: bool) -> None:
@@ -251,7 +251,7 @@ class _Fitting:
             self._ask()
 
     def _fit(self, message: Message, rest: deque[Message]) -> Iterator[Message]:
-        """Yield a message as the template renders it, and its calls' results, taken from `rest`."""
+        """Yield a message in a rendered form, then its calls' results, taken from `rest`."""
         kind = _kind(message)
         if kind == "function" and not self._template.fits(["user", "assistant"], kind):
             message, kind = {**message, "role": "tool"}, "tool"
@@ -271,7 +271,7 @@ class _Fitting:
         unanswered, answered = list(calls), []
         while rest and _kind(rest[0]) == "tool":
             answered.append(self._fit_result(rest.popleft(), unanswered))
-        answered.sort(key=lambda pair: pair[1] is None)  # a call can have two results
+        answered.sort(key=lambda pair: pair[1] is None)  # a call's second result comes last
         message = {**message, "tool_calls": calls}
         are_read = template.reads_calls()
         if not are_read:
@@ -350,7 +350,7 @@ class _Fitting:
         if kind == "tool" and not template.reads_calls():
             return False
         if kind not in _JOINS and not template.fits(["user", "assistant"], kind):
-            return False  # a template that counts messages may accept any role as the second
+            return False  # a template that counts messages may accept any role in the second
         return template.fits(self._kinds, kind)
 
     def _append(self, message: Message, kind: str) -> None:
@@ -384,7 +384,7 @@ class _Fitting:
         self.fitted[-1] = {**last, **merged}
 
     def _ask(self) -> None:
-        """Put an empty question after the first system messages, if a template requires one."""
+        """Put an empty question after the first system messages, if that is required."""
         roles, kinds = [message.get("role") for message in self.fitted], self._kinds
         n = next((i for i, kind in enumerate(kinds) if kind != "system"), len(kinds))
         spoken = self._template.spoken
@@ -402,7 +402,7 @@ def _fit_call(template: Template, call: dict[str, Any], usual_id: str) -> dict[s
     if (call_id := template.id_of(call.get("id"), usual_id)) != call.get("id"):
         call = {**call, "id": call_id}
     if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):  # perhaps cut off: it stays text
+        with suppress(ValueError, RecursionError):  # arguments that were cut off stay text
             parsed = json.loads(arguments)
     form = template.form_of(readable(parsed))
     if form is parsed and parsed is not arguments:

@@ -1,7 +1,7 @@
 """The hooks of the server, their arguments and their answers.
 
-Plugins import these names from `mlx_lm_kvpersist.plugins`. Plugins cannot change their arguments.
-Each answer is checked: PluginFault says what was expected.
+Plugins import these names from `mlx_lm_kvpersist.plugins`. Only `prepare_messages` can change its
+arguments. Each answer is checked; a PluginFault says what was expected.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ REPLY = "assistant"
 """Stock's cache type at the end of a reply; the ends of earlier segments have other types."""
 
 PARKED = "parked"
-"""The cache type of a reply that is taken out of the batch, and continues later."""
+"""The cache type of a reply that was taken out of the batch, and continues later."""
 
 
 def _refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
@@ -84,7 +84,7 @@ def frozen(value: Any) -> Any:
 
 
 class ClientRequest:
-    """A request as plugins see it, from its arrival to its end, apart from the server's object.
+    """A request as plugins see it, from its arrival to its end. The server has another object.
 
     `kind` is "chat" or "text". `messages` are the messages that the client sent, `prompt` is the
     text of a "text" request. Plugins may store their data about a request in its attributes.
@@ -93,9 +93,9 @@ class ClientRequest:
     client_gone = False
     """Whether nobody waits for the reply any more."""
     continues = False
-    """Whether the reply continues the last message, which is the assistant's."""
+    """Whether the reply continues the last message, a message of the assistant."""
     places: Sequence[str] = ()
-    """The name of each message in the body of another API."""
+    """For an API other than stock's, the name of each message in the client's body."""
 
     def __init__(self, request: Any) -> None:
         self.kind: str = request.request_type
@@ -103,7 +103,7 @@ class ClientRequest:
         self.messages: Sequence[dict[str, Any]] = frozen(request.messages or [])
 
     def place(self, index: int) -> str:
-        """Return the name of a message in its client's body, such as "messages[3]"."""
+        """Return the name of a message in the client's body, such as "messages[3]"."""
         return self.places[index] if index < len(self.places) else f"messages[{index}]"
 
     @staticmethod
@@ -117,14 +117,14 @@ class ClientRequest:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A tokenized prompt, cut into segments as `ResponseGenerator._tokenize` does.
+    """A tokenized prompt, and the segments into which `ResponseGenerator._tokenize` cuts it.
 
-    The segments joined are `ids`; `segment_types` names each as "system", "user" or "assistant".
-    `messages` are the messages from which it was rendered. All sequences become tuples.
+    `ids` are the joined segments; `segment_types` has "system", "user" or "assistant" for each.
+    The prompt was rendered from `messages`. All sequences become tuples.
 
     An image is a run of negative ids: the first is its SHA-256, below -(2**256), and all further
-    ids are -1. They stand for the image in the model's input, and do not change. In `messages` an
-    image is a part of the type "image" with that hash in hexadecimal.
+    ids are -1. These ids stand for the image in the model's input; plugins must not change them. In
+    `messages` an image is a part of the type "image" with its SHA-256 in hexadecimal.
     """
 
     ids: Sequence[int]
@@ -147,17 +147,17 @@ def has_text_only(messages: Iterable[Mapping[str, Any]]) -> bool:
 
 @dataclass(frozen=True)
 class PrefillLimits:
-    """How prompts are computed: in chunks, while replies run.
+    """The limits of the chunks in which prompts are computed.
 
     `max_stall_s` is how long a reply may wait for its next token while prompts are computed.
     `most_tokens(position)` is how many tokens may be computed at once after `position` tokens.
-    If prompts may be computed together, each is padded to at least `least_width` tokens in a call
-    of the model, but not beyond the model's `n_positions`. `max_unused_bytes` is how much freed
-    memory MLX may keep for the next chunk. `pace` learns from every chunk; a plugin may keep this
-    object and read it, too. `stepped(n_replies, seconds)` is called after each step of
-    the replies; seconds is None if a prompt was computed at the same time. `took(n_tokens,
-    position, n_bytes)` is called after each chunk with its memory, without the model and the
-    caches.
+    If prompts may be computed together, each call of the model pads them to at least `least_width`
+    tokens, but not beyond position `n_positions`. `max_unused_bytes` is how much freed memory MLX
+    may keep for the next chunk. `pace` learns the speed from every chunk; plugins may read it, too.
+    `stepped(n_replies, seconds)` is called after each step of the replies; `seconds` is None if
+    prompts are being computed, or if the step had drafts. `took(n_tokens, position, n_bytes)` is
+    called after each chunk that is computed while no reply runs. `n_bytes` is the peak of the
+    memory in that chunk, without the model and the caches.
     """
 
     max_stall_s: float
@@ -181,25 +181,25 @@ class ModelSupport:
     """A plugin's answer to `model_loaded`. Its functions are called on the generation thread.
 
     `make_caches()` returns one cache per layer for a new sequence, or None for stock's caches.
-    `merge(caches)` returns one batch cache for one layer's caches of several sequences, or None:
-    then the first cache merges them, as in stock. `together(caches, n_tokens)` returns one cache
-    for one layer's caches of several prompts, each a batch of one row, of which the next `n_tokens`
-    are computed in one call, padded on the right; or None if each prompt is computed alone. Layers
-    with the same attribute `kind` share a mask: prompts are computed together only if these caches
-    are of one class. `batches` says whether sequences may be served together at all. Without
-    `limits` prompts are computed as in stock, and `weigh` is not called. `draft` has the caches and
-    limits of the draft model, if one was loaded. A single reply that repeats itself or
-    `TakenRequest.draft_ids` is computed several tokens at a time. `most_taken_back(caches)` returns
+    `merge(caches)` returns one batch cache for one layer's caches of several sequences; None lets
+    the first cache merge them, as in stock. `together(caches, n_tokens)` gets one layer's caches of
+    several prompts, each a batch of one row, and how many tokens of each prompt come next. It
+    returns one cache for one call with padding on the right, or None to compute each prompt alone.
+    Caches with the same attribute `kind` share a mask, so prompts are computed together only if
+    these caches have one class. `batches` says whether sequences may be served together at all.
+    Without `limits`, neither memory nor running replies limit the chunks. `draft` has the caches
+    and limits of the draft model, if one was loaded. If a single reply repeats its conversation or
+    `TakenRequest.draft_ids`, one step computes several tokens. `most_taken_back(caches)` returns
     how many tokens one call may append to a batch's caches so that `trim` can remove any number of
     them; the default is 0.
 
-    `weigh(replies, prompts, n_bytes)` records the running sequences, and returns whether the
-    replies fit while they grow. It is called when sequences begin, end or grow by more than a few
-    tokens. `replies` has the number of tokens of each reply so far, prompt included, and `prompts`
-    the number of tokens of each prompt that is computed or is about to be; `n_bytes` are the bytes
-    of all their caches. If the replies do not fit, the youngest is taken out of the batch, and
-    continues later (`TakenRequest.resume`). A sequence that is served alone counts as a prompt, and
-    `n_bytes` is None.
+    `weigh(replies, prompts, n_bytes)` records the running sequences, and returns whether memory
+    suffices while the replies grow. It is called when sequences begin, end or grow by more than a
+    few tokens. `replies` has the number of tokens of each reply so far, prompt included, and
+    `prompts` the number of tokens of each prompt that is computed or is about to be; `n_bytes` is
+    the size of all these caches. If memory does not suffice, the youngest reply is taken out of the
+    batch, and continues later (`TakenRequest.resume`). A sequence that is served alone counts as a
+    prompt, and `n_bytes` is then None.
     """
 
     make_caches: Callable[[], Sequence[Any] | None]
@@ -220,7 +220,7 @@ class ModelSupport:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prompt that enters: the tokens that the model reads, and caches that hold their beginning.
+    """The prompt of a request that enters, and caches of its first tokens.
 
     `caches`, one per layer, hold the first `n_cached` tokens, but never the last token; None means
     empty caches. `draft` has the draft model's caches, which may hold more or fewer tokens.
@@ -251,7 +251,7 @@ class Route:
 
     `handle` gets the `BaseHTTPRequestHandler` of the request, on its HTTP thread. `path` is
     compared with the request's path without its query. A part in braces, such as `{id}`, matches
-    any part that is not empty; a path without braces comes before a path with braces.
+    any part that is not empty; a path without braces is tried before a path with braces.
     """
 
     method: str
@@ -288,34 +288,33 @@ class TakenRequest:
         return True
 
     def enter(self) -> Prepared | None:
-        """Return the prompt to read and the caches of its beginning; None: stock serves it."""
+        """Return the prompt to read and the caches of its beginning; None lets stock serve it."""
         return Prepared(self.prompt)
 
     def insert(self, tokens: Sequence[int], caches: list[Any], cache_type: str) -> None:
-        """Save the caches of `tokens`, the first tokens of the prompt and its reply.
+        """Save the caches of `tokens`: the prompt and its reply, as far as they are computed.
 
-        With a draft model, its caches follow the main model's caches. Both may hold fewer tokens,
+        The caches of a draft model follow the main model's caches. Both may hold fewer tokens,
         because the last token is computed with the next token.
 
-        cache_type: "system" or "user" at the end of this segment of a prompt; "prefill" after any
-        other chunk of a prompt; "assistant" at the end of the reply, or when its client left;
+        cache_type: "system" or "user" at the end of such a segment of a prompt; "prefill" after any
+        other chunk of a prompt; "assistant" at the end of the reply, or when the client left;
         "parked" when the reply was taken out of the batch.
         """
 
     def draft_ids(self, run: Sequence[int], n: int) -> Sequence[int]:
-        """Return up to `n` ids that may follow a run, the last ids of the reply; none by default.
+        """Return up to `n` ids that may follow `run`, the last ids of the reply; none by default.
 
-        Called for a single reply if its own conversation does not contain the run. A wrong draft
-        only costs time.
+        Called for a single reply if the end of `run` is new in its conversation. A wrong draft only
+        costs time.
         """
         return ()
 
     def resume(self, prompt: Prompt) -> None:
-        """Let a sequence that was taken out of its batch enter again with `prompt`, which has the
-        request's prompt and the tokens produced so far.
+        """Let the request enter again: `advance` and `enter` are called for `prompt`, as before.
 
-        If the prompt failed in a call with other prompts, no token was produced. `advance` and
-        `enter` are called for `prompt` as before.
+        Called after a reply was taken out of the batch: `prompt` then also has the reply's tokens.
+        Also called if prompts failed together: `prompt` then has no token of a reply.
         """
         self.prompt = prompt
 
@@ -398,8 +397,8 @@ def routes() -> list[Route]:  # type: ignore[empty-body]
 def started(serve: Callable[[Callable[[Any], None]], None]) -> None:
     """The server is about to listen. Main thread.
 
-    `serve` calls a function with a handler, as for a route. The plugin itself makes this
-    request: no client waits for the answer. Any thread may call `serve`.
+    `serve(function)` calls `function` with a request handler, as if it were a route's `handle`. No
+    client waits for the answer. Any thread may call `serve`.
     """
 
 
@@ -427,7 +426,7 @@ def request_received(request: ClientRequest, headers: Message, body: Mapping[str
 
 @hookspec
 def idle() -> None:
-    """Nothing is served: do very little work; a request would wait for it. Generation thread.
+    """Nothing is served. Do little work: a new request waits for this hook. Generation thread.
 
     Called when the last reply has ended, and then about ten times per second.
     """
@@ -440,12 +439,12 @@ def prepare_messages(messages: list[dict[str, Any]], tools: list[Any] | None) ->
 
 @hookspec
 def prompt_rendered(request: ClientRequest, prompt: Prompt) -> None:
-    """A prompt for the loaded model is about to be queued after this hook. HTTP thread."""
+    """A prompt for the loaded model was rendered; it is queued after this hook. HTTP thread."""
 
 
 @hookspec(firstresult=True)
 def take_request(request: ClientRequest, prompt: Prompt) -> TakenRequest | None:
-    """Take a rendered prompt. Generation thread; HTTP thread to count tokens."""
+    """Take a request, or return None. Generation thread; HTTP thread if tokens are counted."""
 
 
 @hookspec
@@ -455,7 +454,7 @@ def response_headers(  # type: ignore[empty-body]
     """Return headers to add to the reply. HTTP thread.
 
     `is_early`: whether a stream begins while its request still waits. The hook is called again
-    when the reply begins; the stream then gets these headers as comments.
+    when the reply begins; the stream then gets the new headers as comments.
     """
 
 
@@ -468,9 +467,10 @@ def reply_sent(
 
 @hookspec
 def reply_timed(request: ClientRequest, times_s: Sequence[float]) -> None:
-    """A request has ended: when each token came, in seconds since it was queued. HTTP thread.
+    """A request has ended. HTTP thread.
 
-    The reply may be cut off, or may not have begun.
+    `times_s`: when each token came, in seconds since the request was queued. The reply may be cut
+    off, or may not have begun.
     """
 
 

@@ -1,7 +1,7 @@
 """The plugin manager: loads plugins by name, calls their hooks, and guards these calls.
 
-The current manager is the package's one global. It is looked up at every call, so that a probe can
-replace it. Plugins are asked in the order of the command line.
+The current manager is a global variable that is read at every call, so that a probe can replace
+it. Plugins are asked in the order of the command line.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ RAISED: dict[str, type[Exception]] = {
     **dict.fromkeys(("model_loaded", "prepare_messages"), Exception),
     "request_received": RequestRefused,
 }
-"""The errors of each hook that reach the caller. Every other failure is logged."""
+"""By hook, the errors that reach the caller. All other errors are logged."""
 NAMED = ("model_loaded", "take_request")
-"""Hooks whose answers get the plugin's name, because the plugin is called again later."""
+"""Hooks whose answers are paired with the plugin's name, for later calls of the plugin."""
 
 
 class PluginManager(pluggy.PluginManager):
@@ -54,7 +54,7 @@ class PluginManager(pluggy.PluginManager):
 
 
 def _answer(plugin: str, hook: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Return a plugin's answer to a hook, and the plugin's name if `NAMED`."""
+    """Return a plugin's answer to a hook; for a hook in `NAMED`, the plugin's name and answer."""
     check, raised = partial(hooks.check_answer, hook), RAISED.get(hook, ())
     answer = safely(plugin, hook, function, *args, check=check, raised=raised)
     return (plugin, answer) if hook in NAMED and answer is not None else answer
@@ -63,8 +63,8 @@ def _answer(plugin: str, hook: str, function: Callable[..., Any], *args: Any) ->
 def load_plugins(names: Sequence[str]) -> PluginManager:
     """Return a manager with the named plugins, each from an entry point of the same name.
 
-    Raises PluginNotFound for a name that is not installed. Raises PluginFault for a hook that the
-    server does not have, or with other arguments than the server's.
+    Raises PluginNotFound for a name that is not installed. Raises PluginFault for an unknown hook,
+    or for a hook with an unknown argument.
     """
     manager = PluginManager()
     name = ""
@@ -110,7 +110,7 @@ class PluginFailures(Failures):
     """Failures of plugins, which do not stop the server."""
 
     def report(self, plugin: str, hook: str, error: Exception) -> None:
-        """Log a failure; the first failure of a kind is logged with its traceback."""
+        """Log a failure; the first failure of a kind is logged with a traceback."""
         kind = f"plugin {plugin} in {hook}: {type(error).__name__}"
         log = partial(self.add, kind=kind, level=logging.ERROR)
         if isinstance(error, PluginFault):
@@ -133,7 +133,7 @@ def set_current(manager: pluggy.PluginManager, failed: PluginFailures | None = N
 
 @contextmanager
 def using(manager: pluggy.PluginManager, failed: PluginFailures | None = None) -> Iterator[None]:
-    """Ask the plugins of `manager` inside the block. Not for a server that serves."""
+    """Ask the plugins of `manager` inside the block. Not while the server serves."""
     previous = _current
     set_current(manager, failed)
     try:
@@ -143,7 +143,7 @@ def using(manager: pluggy.PluginManager, failed: PluginFailures | None = None) -
 
 
 def ask(hook: str, **arguments: Any) -> Any:
-    """Return the answers to a hook (of a `firstresult` hook, the first); None is left out."""
+    """Return the answers to a hook without None; of a `firstresult` hook, only the first answer."""
     return getattr(_current.hook, hook)(**arguments)
 
 
@@ -155,7 +155,7 @@ def safely(
     check: Callable[[Any], None] | None = None,
     raised: type[Exception] | tuple[()] = (),
 ) -> Any:
-    """Return the result of a plugin's function; if the function fails, log that and return None.
+    """Return the result of a plugin's function; if that fails, log the error and return None.
 
     check: raises PluginFault for an answer that cannot be used. raised: the exceptions that reach
     the caller.
@@ -177,8 +177,8 @@ def safely(
 def prepare_messages(messages: list[Any], tools: Any) -> None:
     """Let plugins change messages and tools in place. The result is checked.
 
-    Raises RequestRefused if a plugin refuses the request, or if `messages` is no list of messages.
-    Raises PluginFault if a plugin fails, or makes `messages` something else.
+    Raises RequestRefused if a plugin refuses the request, or if `messages` is not a list of
+    messages. Raises PluginFault if a plugin fails, or makes `messages` invalid.
     """
     check_messages(messages)
     names = " or ".join(each.plugin_name for each in _current.hook.prepare_messages.get_hookimpls())
@@ -221,13 +221,13 @@ class Taken:
     caches: Sequence[Any] | None = None
     n_cached: int = 0
     prompt: Prompt | None = None
-    """The prompt that the model reads, once the request has entered."""
+    """The prompt that the model reads; None until the request has entered."""
     draft: Prepared | None = None
-    """The same prompt for the draft model, and its caches."""
+    """The same prompt for the draft model, with the draft model's caches."""
     images: Sequence[int] | None = None
     """The ids that the model reads for a prompt with images."""
     reply: Any = None
-    """The queue for its tokens (`waiting.ReplyQueue`)."""
+    """The queue of the reply's tokens (`waiting.ReplyQueue`)."""
 
     def advance(self) -> bool:
         """Tell whether the request can enter; True if its plugin fails.
@@ -253,7 +253,7 @@ class Taken:
         return prepared.prompt
 
     def draft_ids(self, run: Sequence[int], n: int) -> Sequence[int]:
-        """Return up to `n` ids that may follow; none if the plugin fails."""
+        """Return up to `n` ids that may follow `run`; none if the plugin fails."""
         drafts = self._safely(self.request.draft_ids, run, n, check=hooks.check_draft_ids)
         return drafts[:n] if drafts else ()
 
@@ -265,7 +265,7 @@ class Taken:
 
 
 def take_request(request: ClientRequest, prompt: Prompt) -> Taken | None:
-    """Return the first plugin's `Taken` for a request; None leaves the request to stock."""
+    """Return the `Taken` of the first plugin that takes a request; None if stock serves it."""
     answer = ask("take_request", request=request, prompt=prompt)
     return None if answer is None else Taken(*answer)
 

@@ -53,8 +53,8 @@ class PrintableFormatter(logging.Formatter):
 class PluginArgumentParser(argparse.ArgumentParser):
     """A parser that takes `--plugin` and the options of the plugins.
 
-    Plugins' options are added after all stock options, when the command line is parsed. The help
-    shows these last, and an option that clashes with a stock option is reported for the plugin.
+    Plugins' options are added after all stock options, when the command line is parsed. So
+    the help shows them last, and if one clashes with a stock option, the plugin gets the error.
     """
 
     _plugin_option: argparse.Action | None = None
@@ -84,7 +84,7 @@ class PluginArgumentParser(argparse.ArgumentParser):
 
 
 def plugin_argparse(stock: ModuleType) -> ModuleType:
-    """Return argparse for `mlx_lm.server` only, with another ArgumentParser."""
+    """Return a copy of argparse with our ArgumentParser, for `mlx_lm.server` only."""
     view = ModuleType(stock.__name__, stock.__doc__)
     vars(view).update({**vars(stock), "ArgumentParser": PluginArgumentParser})
     return view
@@ -104,10 +104,10 @@ class PatchChecks:
 
 
 def plugin_run(stock: Callable[..., None]) -> Callable[..., None]:
-    """Return `run` between the plugins' startup and shutdown. Main thread.
+    """Return a `run` that starts the plugins before stock's `run`, and ends them after it.
 
-    If a plugin raises before the server listens, or while the default model is prepared, the
-    process ends. The plugin was asked for by name, so the server never serves without it.
+    Main thread. If a plugin raises before the server listens, or while the default model is
+    prepared, the process ends. The plugin was asked for by name: no request is served without it.
     """
     signature = inspect.signature(stock)
 
@@ -131,7 +131,7 @@ def plugin_run(stock: Callable[..., None]) -> Callable[..., None]:
                     stop(reason)
                 stock(*args, **kwargs)
             except KeyboardInterrupt:
-                # While it listens, stock catches this. Before that, no message is needed.
+                # Stock catches an interrupt while it listens. Before that, no message is needed.
                 status = 130
             finally:
                 manager.ask("shutdown")
@@ -159,7 +159,7 @@ def allow_open_files() -> None:
 
 
 def check_address(host: str, port: int) -> None:
-    """End the process with one line if the server could not listen there.
+    """End the process with one line if the server could not listen at this address.
 
     Stock notices this only after it has begun to load a model, and still loads the whole model.
     """
@@ -177,7 +177,7 @@ def check_address(host: str, port: int) -> None:
 
 
 _deferred: list[list[int]] = []
-"""For each running block that must not be interrupted, the signals that have arrived."""
+"""For each running block of `uninterrupted`, the signals that have arrived in it."""
 
 
 @contextmanager
@@ -199,10 +199,10 @@ def ending_cleanly(provider: Any = None, grace_s: float = GRACE_S) -> Iterator[l
 
     The handler raises KeyboardInterrupt with the signal's number; stock catches it, stops listening
     and joins the generation thread. A second signal, or `grace_s`, forces the end: remaining
-    threads can keep a process alive. Two signals do not count: SIGHUP, which the kernel and the
-    shell send when a terminal is closed, and the signal of a generation thread that has failed
-    (`provider.fatal_error`). Outside the main thread nothing changes. Yields the list of received
-    signals.
+    threads can keep a process alive. Two signals do not count as second: SIGHUP, which the kernel
+    and the shell send when a terminal is closed, and the signal of a generation thread that has
+    failed (`provider.fatal_error`). Outside the main thread nothing changes. Yields the list of
+    received signals.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():

@@ -1,7 +1,7 @@
 """How an error ends the server: with one line on stderr.
 
 `_startup` imports this module in every Python process that is started with `--plugin`, so
-its own imports are from the standard library.
+at the top it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def stop(error: BaseException) -> NoReturn:
 def report(error: BaseException) -> None:
     """Print the error that stops the server as one line on stderr.
 
-    With `--log-level DEBUG` a traceback comes before it.
+    With `--log-level DEBUG` a traceback comes before this line.
     """
     from ..errors import KVPersistError, PatchError
 

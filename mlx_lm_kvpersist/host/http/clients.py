@@ -31,7 +31,7 @@ POLL_S = 0.01
 PROBE_AGAIN_S = 1.0
 """The pause between the first two probes of a reply. The pause doubles after each probe."""
 HEADERS_AFTER_S = 2.0
-"""How long a stream's headers wait: an error may set the status, and plugins add headers."""
+"""How long a stream's headers wait for an error, with its status, and for plugins' headers."""
 KEEPALIVE_S = 10.0
 """How long a stream may be silent: clients give up after 300 s."""
 DRAIN_S = 5.0
@@ -48,8 +48,8 @@ class ClientConnection(io.BufferedIOBase):
 
     A client that closes its connection sends a FIN, and so does a client that has nothing more to
     send and waits for its reply. Only a closed client answers later bytes with a reset. So after a
-    FIN, `has_left` writes bytes that do not change the reply: before headers, the first bytes of
-    the version, one at a time, and later comments, if the reply is a stream of events.
+    FIN, `has_left` writes bytes that do not change the reply: before the headers, the first bytes
+    of `version`, one at a time; later, if the reply is a stream of events, comments.
 
     version: the protocol version with which every reply begins, such as "HTTP/1.0".
     `may_have_left`: whether `has_left` has seen a FIN.
@@ -63,7 +63,7 @@ class ClientConnection(io.BufferedIOBase):
         self.begin_reply()
 
     def begin_reply(self) -> None:
-        """Expect the headers of a reply next, in one piece."""
+        """Prepare for the next reply, whose headers are written first, in one piece."""
         self.may_have_left = False
         with self.lock:
             self._has_head = self._is_stream = False
@@ -87,7 +87,7 @@ class ClientConnection(io.BufferedIOBase):
         with self.lock:
             self._keepalive_at_s = time.monotonic() + KEEPALIVE_S
             rest, self._unsent = self._unsent + self._without_probes(written), b""
-            try:  # sendall has a timeout: it first checks whether the client can receive bytes
+            try:  # sendall would first check whether the client can receive bytes
                 n_sent = os.write(self._connection.fileno(), rest)
             except BlockingIOError:
                 n_sent = 0
@@ -162,8 +162,8 @@ def _is_ready(connection: socket.socket, event: int) -> bool:
 class Clients:
     """The clients that wait for replies. One thread watches them until the server ends.
 
-    It sends keepalives, and marks the requests of clients that have left. Single operations of a
-    dict need no lock.
+    The thread sends keepalives, and marks the requests of clients that have left. Single operations
+    of a dict need no lock.
     """
 
     def __init__(self) -> None:
@@ -190,7 +190,7 @@ class Clients:
         return not self._waiting
 
     def look(self) -> bool:
-        """Mark requests whose clients left; return whether others may have left. Any thread."""
+        """Mark requests whose clients left; return whether more may have left. Any thread."""
         for client, request in self._waiting.copy().items():
             if client.has_left():
                 request.client_gone = True
@@ -209,9 +209,9 @@ class Clients:
 
 
 class PluginHTTPServer(StockServer):
-    """Listens like stock's server; after SIGTERM or SIGHUP, until replies that have begun end.
+    """Listens like stock's server; after SIGTERM or SIGHUP, it first lets the running replies end.
 
-    New requests get 503 during that time.
+    New requests get 503 during that time, at most DRAIN_S.
     """
 
     request_queue_size = 128

@@ -26,8 +26,8 @@ _MARKS = ("think_start", "think_end", "tool_call_start", "tool_call_end")
 class Completion:
     """One reply. HTTP thread; `keepalive` runs on the clients' thread.
 
-    api: None for stock's own API, whose errors are OpenAI's. reply: the `ReplyFormat`; None for a
-    path that this package does not know, for which stock sends the reply.
+    api: None for stock's own API, whose errors have OpenAI's form. reply: the `ReplyFormat`; None
+    for a path that this package does not know, for which stock sends the reply.
     """
 
     request: Any = None
@@ -48,8 +48,8 @@ class Completion:
         self._handler, self._client = handler, handler.client
         self._api, self.reply, self._tools = api, reply, tools
         self.stop_words = self.marks = StopWords(())
-        """`marks` are the stop words with a mark of the template: stock removes marks from the
-        text."""
+        """`marks` are the stop words with a mark. Stock removes marks from the text, so these words
+        are searched in the tokens."""
         self.streams = streams
         """Whether the client gets the reply as a stream."""
         self._context: Any = None  # stock's context
@@ -62,7 +62,7 @@ class Completion:
         self.finish_reason = "stop"
         self.usage = Usage(0, 0, 0, 0)
         self.tokens: list[Any] = []
-        """Stock's responses, for the log probabilities in a reply that is no stream."""
+        """Stock's responses, for the log probabilities in a reply that is not a stream."""
         self._n_read = self._n_added = self._n_reasoning = 0
         """The numbers of tokens that were read, that parts contain, and that reasoning contains."""
         self._unread = ""
@@ -98,7 +98,7 @@ class Completion:
             self._n_read += 1
             if not self.streams:
                 self.tokens.append(response)
-            if words:  # 0.31.3 has the ids of a mark, not its text
+            if words:  # mlx-lm 0.31.3 has a mark's ids, but not its text
                 match = getattr(response, "match", None)
                 self.marks.cut(tokenizer.decode(match) if match else response.text)
             if getattr(response, "state", "") is None:
@@ -112,7 +112,7 @@ class Completion:
         self._has_ended = True
 
     def _parse_call(self, parse: Callable[..., Any], text: str, shown: Any) -> Any:
-        """Parse a call of any tool, also of a deferred one; keep text that stock would drop."""
+        """Parse a call, also of a deferred tool; keep the text of a wrong call: stock drops it."""
         try:
             if self._tools is None:
                 raise ValueError("no call is wanted")
@@ -210,7 +210,7 @@ class Completion:
         return head + f": {self.doing}\n".encode() + (events or b"\n")
 
     def _early_head(self) -> bytes:
-        """Return the bytes to send, once, before a stream whose request still waits."""
+        """Return the bytes that begin a stream whose request still waits. Called once."""
         inner, written = copy.copy(self._handler), io.BytesIO()
         inner.completion, inner.wfile, inner._headers_buffer = None, written, []
         inner.log_request = lambda *args: None  # logged later, when stock writes its headers
@@ -365,6 +365,6 @@ class StopWords:
 
 
 def _n_begun(text: str, word: str) -> int:
-    """Return how many last characters of a text begin a word."""
+    """Return how many characters at the end of a text are the beginning of a word."""
     longest = range(min(len(word) - 1, len(text)), 0, -1)
     return next((n for n in longest if word.startswith(text[-n:])), 0)

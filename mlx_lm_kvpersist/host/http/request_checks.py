@@ -73,7 +73,7 @@ def refusal_of(error: Exception, timeout_s: float) -> RequestRefused:
 
 
 def parameters(fields: Mapping[str, Any], args: Any) -> dict[str, Any]:
-    """Return a request's parameters, by the names of the attributes of stock's handler.
+    """Return a request's parameters, under the attribute names of stock's handler.
 
     args: the server's options, which have some of the defaults.
     """
@@ -119,14 +119,14 @@ def check_bias(bias: Any) -> None:
 def check_parameters(body: Mapping[str, Any], values: Any) -> None:
     """Refuse wrong parameters that stock's own checks have accepted. HTTP thread.
 
-    values: has the parameters as attributes, with the server's defaults in them.
+    values: an object whose attributes are the parameters, or the server's defaults.
     """
     for name in _NUMBERS:
         number = getattr(values, name)
         require(_fits_float(number), name, number, "a number below 8e307")
         if isinstance(number, int) and abs(number) >= _MLX_INTEGERS:
-            setattr(values, name, float(number))  # MLX refuses such an integer; stock would end
-    # 0.32.0 lets 0 pass, and its generation thread ends.
+            setattr(values, name, float(number))  # MLX refuses the integer, and stock's thread ends
+    # mlx-lm 0.32.0 accepts 0, and then its generation thread ends.
     require(values.max_tokens >= 1, "max_tokens", values.max_tokens, "at least 1")
     for kind in ("repetition", "presence", "frequency"):
         size = getattr(values, name := f"{kind}_context_size")
@@ -140,7 +140,7 @@ def check_parameters(body: Mapping[str, Any], values: Any) -> None:
         require(values.min_p == values.min_p, "min_p", values.min_p, "a number from 0 to 1")
         is_right = not values.xtc_probability > 0 or values.xtc_threshold <= 0.5
         require(is_right, "xtc_threshold", values.xtc_threshold, "a number from 0 to 0.5")
-    options = body.get("stream_options") if values.stream else None  # read only for a stream
+    options = body.get("stream_options") if values.stream else None  # for streams only, as in stock
     require(options is None or isinstance(options, dict), "stream_options", options, "an object")
     stop = body.get("stop")
     is_right = not stop or isinstance(stop, str | list | dict)  # stock uses the keys of an object
@@ -167,7 +167,7 @@ def check_model(name: str, own: Sequence[str], loaded: str | None) -> None:
 def find_on_hub(name: str) -> None:
     """Raise an exception of the hub, or FileNotFoundError, unless a model is cached or on the hub.
 
-    `snapshot_download` does not try again for half a minute if the hub cannot be reached.
+    If the hub cannot be reached, this fails at once; one file would be tried for half a minute.
     """
     if not isinstance(try_to_load_from_cache(name, "config.json"), str):
         folder = snapshot_download(name, allow_patterns="config.json")
@@ -197,7 +197,7 @@ def check_chat(body: Mapping[str, Any]) -> None:
 
 
 def is_continued(body: Mapping[str, Any], places: Sequence[str] = ()) -> bool:
-    """Tell whether the reply continues the last message. An empty last message is left out instead.
+    """Tell whether the reply continues the last message. An empty last message is removed.
 
     places: the names of the messages in the body of an API other than stock's.
     """
@@ -210,7 +210,7 @@ def is_continued(body: Mapping[str, Any], places: Sequence[str] = ()) -> bool:
     if last.get("role") != "assistant" or last.get("tool_calls") or not isinstance(text, str):
         expected = "expected an assistant's text as the last message"
         raise RequestRefused(f"continue_final_message is true, {expected}")
-    if text != text.rstrip():  # templates trim it, and the next word begins with the space
+    if text != text.rstrip():  # templates drop this space, and the next word brings one
         place = [f"messages[{len(messages) - 1}].content", *places][-1]
         why = "final assistant content cannot end with trailing whitespace; leave it out"
         raise RequestRefused(f"{place}: {why}")

@@ -53,10 +53,10 @@ logger = logging.getLogger(__name__)
 
 
 class PluginAPIHandler(Stock):  # type: ignore[misc]
-    """Answers as stock does, between the plugins' hooks. Each connection has one object and thread.
+    """Answers as stock does, and calls the hooks. Each connection has its own handler and thread.
 
-    A connection that is kept open carries several requests: the next request resets the state of
-    the previous one. Stock's `do_POST` parses requests to stock's own paths, and each other API
+    A connection that is kept open carries several requests: each request resets the state of the
+    handler. Stock's `do_POST` parses requests to stock's own paths, and each other API
     parses its own. Then stock's loop (`handle_completion`) always streams, and passes each part of
     the reply to a `Completion`. The bytes that the loop itself writes are discarded.
     """
@@ -76,7 +76,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     generator: Any
     """The server's response generator, without an ObservedGenerator."""
     completion: Any = None
-    """The `Completion` of the request, while one is generated."""
+    """The `Completion` of the request while its reply is generated, else None."""
     stock_response: Callable[..., dict[str, Any]]
     """Stock's `generate_response`: it makes a chunk of a reply, or the whole reply."""
 
@@ -241,7 +241,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             self.complete(Request(fields, fields.get("stream", False), ChatReply(self)), None)
 
     def prefill(self, chat_body: dict[str, Any]) -> tuple[int, int]:
-        """Compute a prompt, and one token; return the prompt's tokens, and how many were cached.
+        """Compute a prompt and one token; return how many tokens it has, and how many were cached.
 
         Raises RequestRefused. Nothing is sent to the client.
         """
@@ -342,7 +342,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         request_checks.check_chat(self.body)
         continues = request_checks.is_continued(self.body, self.places)
         reads_images = self.response_generator.reads_images(self.requested_model)
-        if reads_images is not None:  # otherwise it is known when the model is loaded
+        if reads_images is not None:  # None while the model is not loaded
             self.body["messages"] = fit_attachments(self.body["messages"], reads_images)
         if self.body.get("tool_choice") == "none":
             self.body.pop("tools", None)
@@ -359,7 +359,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         """Let plugins see a request before it is queued. A plugin may refuse the request."""
         self._status, self._has_replied = 0, False
         self.client.begin_reply()
-        if self.clients.look():  # this may be the next prompt of a client that has just left
+        if self.clients.look():  # this client may have just left an earlier request
             time.sleep(RESET_S)
             self.clients.look()
         self._show_plugins(request)
@@ -375,7 +375,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     def handle_completion(
         self, request: Any, stop_words: Iterable[str], *args: Any, **kwargs: Any
     ) -> None:
-        """Generate a reply. Stock compares tokens with stop words, so it gets no stop words."""
+        """Generate a reply. Stock gets no stop words: it would compare tokens, not text."""
         if self.completion is None:  # for one of stock's own paths
             self.completion = Completion(self, None, ChatReply(self), self.stream)
         completion = self.completion
@@ -385,7 +385,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         try:
             super().handle_completion(request, [], *args, **kwargs)
         except BaseException:
-            # Stock stops a reply only after it has sent headers.
+            # If the headers cannot be sent, stock would not stop the reply.
             ClientRequest.of(request).client_gone = True
             raise
         finally:
@@ -424,7 +424,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             self.send_header("Retry-After", str(RETRY_AFTER_S))
 
     def end_headers(self) -> None:
-        """Add the plugins' headers last: a reply that is no stream is complete by then."""
+        """Add the plugins' headers last: a reply that is not a stream is complete by then."""
         completion = self.completion
         if completion is not None and self._status == 0:
             return  # stream headers, but the client gets one whole reply
@@ -449,7 +449,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         reasoning_text: str | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Pass on a part of the reply. Stock's copy of the returned bytes is discarded."""
+        """Pass a part of the reply to the Completion. The bytes that stock writes are discarded."""
         if self.completion.reply is None:
             fields = {**kwargs, "tool_calls": tool_calls, "reasoning_text": reasoning_text}
             return self.stock_response(text, finish_reason, *args, **fields)
@@ -457,7 +457,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         return {}
 
     def completion_usage_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """End the reply. Stock's copy of the returned bytes is discarded."""
+        """End the reply. The bytes that stock writes are discarded."""
         if self.completion.reply is None:
             return self.stock_usage(*args, **kwargs)
         self.completion.end(*args, **kwargs)
@@ -485,7 +485,7 @@ def alias_of(model: str, created: int) -> dict[str, Any]:
 def handler_with(
     stock: type[Any], routes: Mapping[tuple[str, str], Route], clients: Clients
 ) -> type[Any]:
-    """Return the stock handler class with the methods of PluginAPIHandler before its own."""
+    """Return a subclass of stock's handler in which PluginAPIHandler's methods come first."""
     attributes = {
         "plugin_routes": dict(routes),
         "pattern_routes": [route for route in routes.values() if "{" in route.path],

@@ -1,8 +1,8 @@
 """Everything that this package changes in mlx-lm: one table, applied completely or not at all.
 
-All targets are globals of `mlx_lm.server`, with two exceptions: attention over packed keys, if the
-keys have their own attention function, and MLX's wired limit, which mlx-lm sets in three modules.
-The stock objects are not changed, so other users of mlx_lm in the process are not affected.
+All targets are globals of `mlx_lm.server`, with three exceptions: attention over packed keys that
+have their own attention function; MLX's wired limit, which mlx-lm sets in three modules; and, with
+several GPUs, MLX's `clear_cache`. Other users of mlx_lm in the process notice only the exceptions.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def names_in(code: Any) -> set[str]:
 
 
 def subclass(plugin: type[Any]) -> Callable[[type[Any]], type[Any]]:
-    """Return a function that puts the methods of `plugin` before a stock class's own methods."""
+    """Return a function that makes a subclass of a stock class; `plugin`'s methods come first."""
     return lambda stock: type(plugin.__name__, (plugin, stock), {"__doc__": plugin.__doc__})
 
 

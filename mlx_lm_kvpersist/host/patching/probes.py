@@ -1,7 +1,7 @@
-"""Probes of the patches: each drives the server's own code and checks the result.
+"""Probes of the patches: each probe runs the server's own code and checks the result.
 
 A probe runs before the server listens. It has a separate plugin manager, so that real plugins do
-not see its models and requests. It raises PatchNotEffective on an unpatched server.
+not see the probe's models and requests. A probe raises PatchNotEffective on an unpatched server.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def options_reach_plugins(server: ModuleType) -> None:
 
 
 def loaded_models_make_plugin_caches(server: ModuleType) -> None:
-    """A provider that is made as in `main` calls plugins when it loads a model, and gets caches."""
+    """A provider that is made as in `main` asks plugins about a loaded model, and for caches."""
 
     def load(*args: Any, return_config: bool = False, **kwargs: Any) -> tuple[Any, ...]:
         model, tokenizer = ProbeModel(), SimpleNamespace(chat_template=None)
@@ -220,7 +220,7 @@ def loaded_models_make_plugin_caches(server: ModuleType) -> None:
 
 
 class ProbeModel:
-    """The part of a model that makes its caches: stock makes two caches that cannot be batched."""
+    """A model that computes nothing. In stock it has two caches that cannot be batched."""
 
     layers = (None, None)
 
@@ -297,7 +297,7 @@ def single_prompts_are_saved(server: ModuleType) -> None:
             prompt_progress_callback=lambda n_done, n_tokens: None,
             prefill_step_size=8,
         )
-        with contextlib.suppress(Exception):  # stock, which has no tokenizer
+        with contextlib.suppress(Exception):  # stock fails, because it has no tokenizer
             next(replies)
     expect("tokens computed before stock's", model.computed, [[[1]]])
     expect("hooks asked", plugin.asked, ["model_loaded", "insert [1] user"])
@@ -328,12 +328,12 @@ def prompts_are_computed_in_turns(server: ModuleType) -> None:
 
 
 def next_id(ids: mx.array, cache: Any) -> mx.array:
-    """A model that counts: it samples the next of the ids 0 to 7."""
+    """A model that counts from 0 to 7: the likeliest token is the next id."""
     return mx.eye(8)[(ids + 1) % 8]
 
 
 def drafts_are_checked(server: ModuleType) -> None:
-    """A step of a single reply checks two drafts, of which the model samples the first."""
+    """A step of a single reply checks a right and a wrong draft, and keeps the right draft."""
     generate: Any = importlib.import_module("mlx_lm.generate")
     batch = generate.PromptProcessingBatch(next_id, [0], [[]], max_tokens=[8]).generate([[1]])
     tokens = [response.token for response in prompt_lookup.checked(batch, [2, 3, 5])]
@@ -362,7 +362,7 @@ def lists_of(batch: Any) -> dict[str, list[Any]]:
 
 
 def windows_are_in_order(server: ModuleType) -> None:
-    """A window's tokens can be read and appended in order, also one at a time."""
+    """A window's tokens can be read in order after they were appended one at a time."""
     caches = importlib.import_module("mlx_lm.models.cache")
     window, ring = caches.BatchRotatingKVCache(3, [0]), caches.RotatingKVCache(3)
     for n in range(5):
@@ -490,7 +490,7 @@ def buffers_are_read_after_clearing(mlx: ModuleType) -> None:
     numbers = mlx.random.normal((1 << 16,))
     mlx.eval(numbers)
     mlx.clear_cache()
-    del numbers  # the cache gets its buffer, and the next array of this size takes the buffer
+    del numbers  # the cache gets the buffer, and the next array of this size takes it
     try:
         mlx.array([0.5] * (1 << 16))
     except RuntimeError as error:

@@ -1,7 +1,8 @@
 """The versions of mlx-lm and mlx that work together, as measured; see docs/compatibility.md.
 
-A version older than the measured versions is refused, because such pairs hang or do not start. A
-newer version is tried: every patch checks the host before it is applied, and is tested afterwards.
+Versions older than the measured versions are refused, because such pairs hang or do not start. A
+newer mlx, or a newer mlx-lm below `CEILING`, is tried: each patch checks the host before it is
+applied, and is tested afterwards.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ CEILING: Version = (0, 33, 0)
 NEWEST_MLX: Version = (0, 32, 4)
 # end bounds
 METAL_FLOOR: Version = (0, 32, 1)
-"""macOS needs this mlx. In older versions a GPU error ends the process (mlx#3523), and products
-of packed keys are wrong for some heads and lengths (mlx#3497, #3631, #4250)."""
+"""The oldest mlx for macOS. Before, a GPU error ended the process (mlx#3523), and products
+of packed keys were wrong for some heads and lengths (mlx#3497, #3631, #4250)."""
 
 
 @dataclass(frozen=True)

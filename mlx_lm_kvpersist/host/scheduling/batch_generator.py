@@ -128,7 +128,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             return [], []
         with mx.stream(self.stream):
             for response in self._tokens:
-                response.prompt_cache = None  # already saved; stock keeps the list for another step
+                response.prompt_cache = None  # already saved, but stock keeps the response
             self._progress = []
             self._tokens, step_s = self._decode()
             if not self._is_short:
@@ -184,7 +184,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
 
     @property
     def prompt_cache_nbytes(self) -> int:
-        """The bytes of all caches."""
+        """The size of all caches in bytes."""
         waiting = chain.from_iterable(prefill.caches for prefill in self.queue)
         computed = chain.from_iterable(prefill.batch.prompt_cache for prefill in self.prefills.all)
         return sum(cache.nbytes for cache in chain(waiting, computed, self.replies.prompt_cache))
@@ -218,7 +218,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         return list(zip(self.replies.uids, self.replies.tokens, strict=True))
 
     def _running(self) -> tuple[int, ...]:
-        """Return numbers that change if the memory account must be updated."""
+        """Return the numbers of running sequences; if they change, `_weigh` asks the plugin."""
         n_left = sum(prefill.n_left for prefill in self.prefills.all)
         n_periods = self._n_steps // WEIGH_EVERY
         return len(self.replies), len(self.prefills.all), len(self.queue), n_left, n_periods
@@ -277,7 +277,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         return max(range(len(self.replies)), key=lambda place: self.replies.uids[place])
 
     def _park(self, place: int) -> None:
-        """Take a reply out of the batch; the plugin keeps its caches."""
+        """Take a reply out of the batch; the plugin saves the reply's caches."""
         batch, tokens = self.replies, self.replies.tokens[place]
         row = row_of(batch, place)
         ids = [*tokens, row._next_tokens.item()]
@@ -290,7 +290,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         logger.info("kvpersist: a reply of %d tokens waits for memory", len(tokens))
 
     def _wait_again(self, prompt: Prefill, ids: list[int]) -> None:
-        """Queue a sequence again by its ids; the sequence enters when its plugin has room."""
+        """Let a sequence wait without caches until its plugin lets it enter again with `ids`."""
         request = prompt.tokens.taken
         request.resume(Prompt(ids, [ids], ["assistant"]))
         self.parked.append(prompt.again([ids], TakenTokens([], request), []))
@@ -392,7 +392,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             self._eval_parts(self.replies.prompt_cache)
 
     def _eval_parts(self, caches: Sequence[Any]) -> None:
-        """Evaluate caches some layers at a time: MLX frees old arrays only at the end."""
+        """Evaluate caches some layers at a time: MLX frees old arrays only after an evaluation."""
         n_bytes, layers = 0, list[Any]()
         for cache in caches:
             n_bytes += cache.nbytes
@@ -401,7 +401,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
                 mx.eval(layers)
                 n_bytes, layers = 0, []
 
-    # Failures. If a request's context is told to stop, stock removes the request after a response.
+    # Failures. Stock removes a failed request only after one more response, which `_end` adds.
 
     def _guarded(self, prefills: Collection[Prefill], act: Callable[[], None], step: Step) -> None:
         """Call `act` for prompts. If a single prompt fails, its request ends.
@@ -452,7 +452,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
 
 
 def row_of(batch: Any, place: int) -> Any:
-    """Return one row of a batch of replies as a batch, without caches; do not change `batch`."""
+    """Return one row of a batch of replies as a batch, without caches. `batch` does not change."""
     row = copy.copy(batch)
     row.prompt_cache = []
     row.filter([place])

@@ -129,7 +129,7 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
             raise
 
     def load(self, model_path: Any, adapter_path: Any = None, draft_model_path: Any = None) -> Any:
-        """Load as stock does; the command line's adapter is the default for its model."""
+        """Load as stock does; the command line's model has its adapter by default."""
         if model_path in ("default_model", *self._own_names) and self.cli_args.model is not None:
             model_path = self.cli_args.model
             adapter_path = adapter_path or self.cli_args.adapter_path
@@ -268,7 +268,7 @@ class WiredLimit:
 
     mlx-lm sets a limit when its server starts, around each batch, and around a single stream. MLX
     gets no limit before a model is loaded, because the model's size decides. When its limit grows,
-    MLX also wires the allocated memory (`ResidencySet::resize`), so a late limit loses nothing.
+    MLX also wires memory allocated before (`ResidencySet::resize`), so a late limit loses nothing.
     """
 
     asked_bytes = 0

@@ -17,8 +17,8 @@ _USUAL_CHUNK = 512
 _LEAST_S = 1e-9
 
 _MUCH_FASTER = 8.0
-"""If tokens of the second chunk are this many times faster than in the first, the first chunk did
-not measure the model: CUDA compiles kernels for a minute in the first chunk of a server."""
+"""If the second chunk is this many times faster per token than the first, the first chunk does not
+count: CUDA compiles kernels for a minute in the first chunk of a server."""
 
 
 class _Line(NamedTuple):
@@ -52,7 +52,7 @@ class Pace:
     def learn(self, position: int, n_tokens: int, seconds: float) -> None:
         """Learn that a chunk of `n_tokens` after `position` cached tokens took `seconds`.
 
-        The first chunk of a size, or in a range, may be slow because kernels are compiled for it.
+        The first chunk of a size, or in a range of positions, may be slow: kernels are compiled.
         """
         place = position.bit_length()
         is_first = n_tokens not in self._sizes

@@ -59,7 +59,7 @@ def chunk_size(position: int, most: int) -> int:
 def peak_memory() -> Callable[[], int]:
     """Return a function that returns the peak memory since now, minus the memory in use.
 
-    This resets MLX's counter. Some models evaluate within their call, so call this function before.
+    This resets MLX's counter. Some models evaluate within their call, so call this before them.
     """
     before = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -83,7 +83,7 @@ def most_tokens(
 
 @dataclass(eq=False)
 class Prefill:
-    """A prompt from the queue until its reply begins. The first fields equal stock's fields.
+    """A prompt from the queue until its reply begins. The first fields are those of stock's items.
 
     `segments` are the ids that are left; the last segment is one id, with which the reply begins.
     `caches`, one per layer, hold `tokens`; once the prompt is being computed, `batch` has them.
@@ -149,7 +149,7 @@ class Prefills:
         """Return the groups of prompts that begin to reply, and the chunk to compute, by uid.
 
         If the plugin raises, the error comes with the prompt whose turn it is. stopped: prompts
-        that end now. step_s: the time of the last step of the replies, if `beside` replies.
+        that end now. step_s: the time of the last step of the replies. beside: if replies run.
         """
         prefills = [prefill for prefill in self.all if prefill.uid not in stopped]
         unready = [prefill for prefill in prefills if not prefill.is_ready]
@@ -171,7 +171,7 @@ class Prefills:
     ) -> dict[int, int]:
         """Return the prompts to compute, `turn` first, and how many tokens of each prompt.
 
-        If its segment ends, other prompts whose segments end join it, if they fit when padded.
+        If the segment of `turn` ends, other prompts whose segments end join, if the padding fits.
         """
         most, widest = self._most_tokens(turn, step_s), len(turn.segments[0])
         sizes = {turn.uid: min(chunk_size(len(turn.tokens), most), widest)}
@@ -183,7 +183,7 @@ class Prefills:
             most = min(most, self._most_tokens(prefill, step_s))
             widest = max(widest, len(prefill.segments[0]))
             furthest = max(furthest, len(prefill.tokens))
-            # The padding of a prompt must not go beyond the end of a table of positions.
+            # The padding must not go beyond the end of the model's table of positions.
             if widest * (len(sizes) + 1) > most or furthest + widest > self._limits.n_positions:
                 break
             sizes[prefill.uid] = len(prefill.segments[0])
@@ -192,7 +192,7 @@ class Prefills:
     def _most_tokens(self, prefill: Prefill, step_s: float | None) -> int:
         """Return how many tokens of a prompt may be computed now.
 
-        The step of the replies may have kept the device busy at the beginning of the last chunk.
+        The time that the last chunk waited for a step of the replies counts as a part of the step.
         """
         stall_s = None
         if step_s is not None:
@@ -233,7 +233,7 @@ class Prefills:
             # A model makes one mask for all layers of a kind: their caches must need the same mask.
             classes = {getattr(cache, "kind", None): type(cache) for cache in caches}
             is_one_mask = None not in caches and set(classes.values()) == set(map(type, caches))
-            # The ranks must agree, because they have layers of the same kinds.
+            # Compared with the other ranks: they have layers of the same kinds, so they must agree.
             self._caches.ranks.note(is_one_mask)
             if is_one_mask:
                 return caches, width
@@ -258,7 +258,7 @@ class Prefills:
                 batch.extend(prefill.batch)
         for cache in batch.prompt_cache:
             if hasattr(cache, "finalize"):
-                cache.finalize()  # else each step changes a state's padding without evaluation
+                cache.finalize()  # else each step adds to a state's padding, never evaluated
         return batch
 
 
@@ -292,11 +292,11 @@ def compute_chunk(
     beside: bool,
     **options: Any,
 ) -> float:
-    """Compute one chunk; let the plugin learn its time and its memory.
+    """Compute one chunk; let the plugin learn the chunk's time and memory.
 
     inputs: ids, [B, N]. states: the caches that are evaluated. beside: whether a step of replies
-    may run on the device, and cause the peak. options: more arguments of the model. Returns how
-    long the device was busy with that step before the chunk, in seconds.
+    may run at the same time, and cause the peak. options: more arguments of the model. Returns how
+    many seconds the chunk waited for that step.
     """
     started, peak_bytes = time.perf_counter(), peak_memory()
     model(mx.array(inputs), cache=caches, **options)
@@ -393,7 +393,7 @@ def _compute_prompt(request: Taken, options: dict[str, Any]) -> int:
     rest, caches = options["prompt"], options["prompt_cache"]
     step_size: int = options["prefill_step_size"]
     ranks = caches_of(model).ranks
-    ranks.told(None, "a request that is served alone")  # the call compares the ranks' restores
+    ranks.told(None, "a request that is served alone")  # also compares the ranks' noted restores
     model_caches = list(caches) if n_cached else make_prompt_cache(model)
     models = [ComputedModel(model, model_caches, n_cached)]
     if draft_model is not None:

@@ -3,8 +3,8 @@
 If the last four ids occurred before in the conversation, or a longer run occurs in stored ids,
 the ids that followed are drafts: the model checks them in one call, together with the next token.
 Drafts that the model also samples are kept; wrong drafts are trimmed from the caches. A greedy
-reply equals the reply without drafts, except for the rounding of other kernels. Every sampled token
-is drawn from the same distribution:
+reply equals the reply without drafts, except for the rounding of other kernels. Sampled tokens
+have the same distribution as without drafts. Source:
 https://github.com/apoorvumang/prompt-lookup-decoding
 """
 
@@ -21,7 +21,7 @@ import mlx.core as mx
 N_LAST = 4
 """If this number of last ids occurred before, the ids that followed them are drafts."""
 N_SHOWN = 16
-"""The number of last ids that a plugin gets in order to return the ids that may follow."""
+"""The number of last ids that a plugin gets, to return ids that may follow."""
 MOST_DRAFTED = 16
 """The largest number of drafts in one step."""
 MOST_CREDIT = 4.0
@@ -75,8 +75,8 @@ class PromptLookup:
     def next(self, batch: Any) -> tuple[list[Any], bool]:
         """Make a step of stock's batch; return its responses, and whether ids were drafted.
 
-        Ids are drafted only for a single reply without processors, because these see one token at
-        a time. A step with drafts has several responses, in order, up to the end of the reply.
+        Ids are drafted only for a single reply without processors, because processors see one token
+        at a time. A step with drafts has several responses, in order, up to the end of the reply.
         """
         if len(batch) != 1 or any(batch.logits_processors):
             return batch.next(), False

@@ -77,9 +77,9 @@ class RequestQueue(Queue[Any]):
 
 
 class PluginResponseGenerator(Stock):  # type: ignore[misc]
-    """Tokenizes as stock does, between the plugins' hooks. Generation thread.
+    """Tokenizes as stock does, and calls the plugins' hooks before and after. Generation thread.
 
-    Stock catches no exception of `_next_request`, so the method must never raise. If the thread
+    Stock catches no exception of `_next_request`, so this method must never raise. If the thread
     ends, the server ends; stock's server would continue without generating.
     """
 
@@ -94,7 +94,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     """Whether a step has run since the batch began."""
     _stops = _is_told_to_stop = False
     _n_steps = _n_messages = 0
-    """With several ranks: the steps of batches, and the number of messages at the last exchange."""
+    """With several ranks: the number of steps, and of messages up to the last exchange."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._admission = AdmissionQueue()
@@ -111,7 +111,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _next_request(self, timeout: float | None = None) -> Any:
         """Return the next request that stock is to serve, None if no request may enter.
 
-        While stock serves a batch, it gives no timeout: this method does not wait. A request
+        While stock serves a batch, it passes no timeout, and this method does not wait. A request
         that cannot be batched, or is for another model, passes no other request, because it would
         end the batch. While nothing is served, the oldest request enters at once.
         """
@@ -190,7 +190,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _wait_s(self) -> float | None:
         """Return how many seconds to wait for a request that arrived with the first of a batch.
 
-        Its thread still reads or tokenizes it. Otherwise the first request would run alone.
+        A thread still reads or tokenizes that request. Without a wait the first would run alone.
         """
         if self._has_stepped or self._ranks.are_several:
             return None
@@ -201,7 +201,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _looks_first(self) -> bool:
         """Whether stock looks for requests before the next step; never twice in a row.
 
-        No request joins a batch that ends so that another model can be loaded.
+        Stock does not look while a batch ends for another model, but the steps must continue.
         """
         self._has_looked = not self._has_looked and self._is_asked_of_all()
         self._has_stepped |= not self._has_looked
@@ -224,7 +224,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _is_asked(self) -> bool:
         """Whether a request has arrived, is ready to enter, or has lost its client."""
         is_asked = self._admission.step_ended() or not self.requests.empty()
-        # Each stopped reply counts once: then stock removes it.
+        # Each stopped reply counts once: stock then removes it between two steps.
         is_asked |= any(reply.is_stopped for reply in self._replies)
         replies = self._replies
         self._replies = [reply for reply in replies if not (reply.is_over or reply.is_stopped)]
@@ -287,7 +287,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         if ClientRequest.of(request).continues:
             tokens = with_first_space(tokens, context.prompt, self.model_provider.tokenizer)
         timed = self._timed(request, tokens, queued_s)
-        next(timed)  # the client may leave before the first token, and plugins must be told then
+        next(timed)  # else `_ended` is not called if the client leaves before a token
         return context, timed
 
     def _render_ahead(self, request: Any, args: Any) -> None:
@@ -326,12 +326,11 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> tuple[Any, ...]:
         """Return stock's tuple, with the plugin's prompt if a plugin takes the request.
 
-        Stock reports an exception to the client. So `prepare_messages` may refuse a request;
-        `take_request` only makes a request faster.
+        Stock reports an exception to the client, so `prepare_messages` may refuse a request.
         """
         waiting, self._entering = self._entering, None
         rendered = self._rendered_once(tokenizer, request, args, waiting)
-        request.rendered = None  # stock changes its arguments
+        request.rendered = None  # used only once: stock changes the rendered lists
         if waiting is not None and waiting.rendered is rendered:
             plugin_request = waiting.taken
         else:
@@ -344,7 +343,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             return rendered.stock
         plugin_request.reply = waiting.reply if waiting is not None else None
         fed = TakenTokens(prompt.ids, plugin_request)
-        # Stock changes these lists.
+        # New lists, because stock removes the cached segments from them.
         segments, types = [list(ids) for ids in prompt.segments], list(prompt.segment_types)
         vision = vision_of(rendered.stock)
         if vision is None:
@@ -358,7 +357,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     ) -> Rendered:
         """Return rank 0's rendering: templates may show the time, and files may differ.
 
-        Each rank reads images on its own.
+        A request with images is rendered by each rank.
         """
         own: list[Rendered] = []
 
@@ -377,8 +376,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def count_tokens(self, request: Any, args: Any) -> int:
         """Return how many tokens the prompt of a request would have now. HTTP thread.
 
-        The tokenizer may encode in several threads: after mlx-lm's first call its settings do not
-        change any more.
+        Several threads may use the tokenizer: its settings do not change after mlx-lm's first call.
 
         Raises:
             RequestRefused: the model is not loaded, or the request has images, whose tokens only
@@ -397,12 +395,12 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         return len(rendered.stock[0] if taken is None else taken.request.prompt.ids)
 
     def _rendered(self, tokenizer: Any, request: Any, args: Any) -> Rendered:
-        """Return the rendering of a request with this tokenizer, or render it. Generation thread.
+        """Return a request's rendering by this tokenizer; make it if needed. Generation thread.
 
         Raises:
             RequestRefused: no prompt can be made, the prompt is too long, or an id is wrong.
         """
-        # `n_logits` builds the model's graph: while another graph runs, mlx 0.31.2 aborts.
+        # Not on an HTTP thread: `n_logits` builds a graph, and mlx 0.31.2 aborts if another runs.
         if args.logits.logit_bias or args.sampling.top_k > 0 or args.top_logprobs > 0:
             check_ids(args, self.model_provider.n_logits)
         rendered: Rendered | None = getattr(request, "rendered", None)
@@ -506,7 +504,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _end_server(self, error: BaseException) -> None:
         """Answer all clients, and interrupt the main thread: `run` reports `fatal_error`."""
         delay_s = FAILED_S
-        # A provider of mlx-lm's tests has no such attribute.
+        # The provider in mlx-lm's tests has no `is_ready`.
         if not getattr(self.model_provider, "is_ready", True):
             delay_s = 0.0
             stopped = GenerationStopped("the server ends: its model could not be loaded")
@@ -568,7 +566,7 @@ class Look:
     """Rank 0's answer when stock looks for a request.
 
     `arrived`: the new requests in the form of `_shareable`. `place`: the index of the entering
-    request among waiting requests, or None. `is_gone`: whether its client has left.
+    request among waiting requests, or None. `is_gone`: whether that request's client has left.
     """
 
     arrived: Sequence[tuple[Any, Any, dict[str, Any]]] = ()

@@ -19,7 +19,7 @@ QUIET_GAP_S = 0.25
 """The same limit while no reply has begun, so that prompts are computed together."""
 
 WORK_S = 0.005
-"""A plugin that takes longer to answer has worked for the request."""
+"""If `advance` takes longer, the plugin has worked for the request."""
 
 LARGE_S = 0.25
 """A request that has worked longer lets shorter requests pass."""
@@ -104,7 +104,7 @@ class Rendered:
 class Waiting:
     """A request that was taken from the server's queue and has not entered yet.
 
-    `has_begun`: tokenizing has ended, also with an error. `error`: why stock cannot serve it.
+    `has_begun`: whether tokenizing has ended or failed. `error`: why the request cannot be served.
     """
 
     queued: Any
@@ -170,7 +170,7 @@ class AdmissionQueue(deque[Waiting]):
         """Remove the next request that may enter the batch now; None if a step comes first.
 
         A request that cannot join the batch blocks later requests. `begin` is called once for each
-        request that joins; without it, requests enter at once. quiet: whether no reply has begun.
+        request that joins; if None, requests enter at once. quiet: whether no reply has begun.
         """
         gap_s, self._is_behind = QUIET_GAP_S if quiet else GAP_S, False
         for waiting in list(self):
@@ -207,7 +207,7 @@ class AdmissionQueue(deque[Waiting]):
         return None
 
     def begin_batch(self) -> None:
-        """Let the next check begin a new pause: no reply runs."""
+        """Let the next check begin a new pause. Called when a batch begins or has ended."""
         self._gap_began_s = None
 
     def left_s(self, gap_s: float) -> float:
