@@ -124,7 +124,7 @@ def test_failing_memory_account_is_logged_once_and_the_reply_continues(
 def test_youngest_reply_is_parked_and_continues_with_the_same_tokens(
     serve: Callable[..., tuple[Serving, Account]], monkeypatch: pytest.MonkeyPatch, restores: bool
 ) -> None:
-    """Its caches are restored, or computed again."""
+    """The caches of the parked reply are restored, or computed again."""
     monkeypatch.setattr(ParkedRequest, "restores", restores)
     serving, account = serve(max_tokens=150)
     clients = [serving.ask(1000 * i, 40, N_TOKENS) for i in (1, 2, 3)]

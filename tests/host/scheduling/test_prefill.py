@@ -399,7 +399,7 @@ def test_shortest_prompt_goes_first_and_a_long_prompt_is_not_starved(
     short = serving.ask(5000, 60)
     while not short.answer:
         serving.step()
-    assert serving.order.count(1000) <= 3  # one chunk before the short prompt, others at its end
+    assert serving.order.count(1000) <= 3  # a chunk before the short prompt, the others later
     n_short, begun = 0, len(serving.order)
     while not long.answer:
         n_short += 1
@@ -510,7 +510,7 @@ def test_client_that_left_is_dropped_while_queued_computed_or_replying(
     serving.order.clear()
     serving.step()
     gone = decoding, prefilling, waiting
-    # Stock removes a request after a response.
+    # The prompts got one more response, after which stock removes a stopped request.
     assert {3000, 4000} <= set(serving.order)
     assert all(isinstance(client.error, ClientGone) for client in gone)
     assert not serving.generator.extract_cache([client.uid for client in gone])
