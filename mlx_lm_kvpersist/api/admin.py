@@ -1,4 +1,4 @@
-"""The operator's routes and page, for programs on the server's own machine or with a key."""
+"""The operator's routes and page, for programs that run on the server's machine or have its key."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PROXY_HEADERS = {
     *("forwarded", "via", "x-real-ip", "x-client-ip", "true-client-ip", "cf-connecting-ip"),
     "tailscale-user-login",
 }
-"""Headers that proxies add, besides all headers that begin with X-Forwarded-."""
+"""Headers that proxies add; every header that begins with X-Forwarded- counts, too."""
 _PAGE = Path(__file__).with_name("page.html")
 _ROOT_TEXT = b"The API of this server is at /v1, such as POST /v1/chat/completions.\n"
 _INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
@@ -45,7 +45,7 @@ class Parts(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """An answer of a route. Its content is bytes, Parts, or an object for JSON."""
+    """A route's answer. `content` is bytes, Parts, or an object to send as JSON."""
 
     content: Any
     status: int = 200
@@ -53,9 +53,9 @@ class Answer(NamedTuple):
 
 
 def answering(answer: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """Return a route's handler that sends the answer or the refusal of `answer`.
+    """Return a route's function, which sends the result of `answer` or the refusal that it raises.
 
-    answer: takes the handler; returns an Answer, its content, or None if already sent.
+    answer: takes the HTTP handler; returns an Answer, only its content, or None if it has replied.
     """
 
     def handle(handler: Any) -> None:
@@ -85,12 +85,11 @@ def send(handler: Any, answer: Answer) -> None:
 
 
 def operator_route(answer: Callable[[Any], Any], key: str | None) -> Callable[[Any], None]:
-    """Return a route's handler that sends the answer or the refusal of `answer`, to operators only.
+    """Return a route's function like that of `answering`, but for requests of operators only.
 
-    answer: as `answering` takes it. With a `key`, every request must have it, and may come from
-        anywhere. Without a key, only programs on the server's own machine may ask. Browsers on it
-        show pages of other sites and of other servers: these pages may not change anything by a
-        POST.
+    With a `key`, every request must have it, and may come from anywhere. Without a key, only
+    programs on the server's own machine may ask. A browser there also shows pages of other sites
+    and servers: such a page may not change anything by a POST.
     """
 
     def checked(handler: Any) -> Any:
@@ -105,7 +104,7 @@ def operator_route(answer: Callable[[Any], Any], key: str | None) -> Callable[[A
 def operator_change(
     change: Callable[[dict[str, Any]], Any], key: str | None
 ) -> Callable[[Any], None]:
-    """Return the handler of a route that changes something: `operator_route`, with a JSON body."""
+    """Return an `operator_route` that changes something; `change` takes the request's JSON body."""
 
     def answer(handler: Any) -> Any:
         kind = handler.headers.get_content_type() if "Content-Type" in handler.headers else None
@@ -119,12 +118,12 @@ def operator_change(
 def check_operator(handler: Any, key: str | None) -> None:
     """Refuse a request that is not the operator's; see `operator_route`.
 
-    A proxy on this machine has this machine's address. A browser on this machine has it, too, even
-    if it shows a hostile page whose name resolves to this machine. The headers reveal both cases.
+    This machine's address proves nothing: a proxy here has it, and so has a browser here with a
+    hostile page, whose host name may resolve to this machine. The headers reveal both cases.
     """
     address, headers = handler.client_address[0], handler.headers
     if key is not None:
-        # http.server reads headers as Latin-1.
+        # http.server decodes headers as Latin-1: restore the bytes that were sent.
         sent = headers.get("Authorization", "").encode("latin-1", "replace")
         if not hmac.compare_digest(sent, f"Bearer {key}".encode()):
             why = f"expected the header Authorization: Bearer KEY, with the server's {KEY_VARIABLE}"
@@ -150,7 +149,7 @@ def check_operator(handler: Any, key: str | None) -> None:
 
 
 def check_site(headers: Message, key: str | None) -> None:
-    """Refuse a browser that shows a page of another server: such a page has no key."""
+    """Without a key, refuse a browser's request from a page of another server."""
     if key is not None:
         return
     origin, site = headers.get("Origin"), headers.get("Sec-Fetch-Site", "same-origin")
@@ -177,7 +176,7 @@ def is_loopback(host: str) -> bool:
 
 
 def page_view(key: str | None) -> Callable[[Any], None]:
-    """Return the handler of the page. With a key, everybody gets it, and it asks for the key."""
+    """Return the page's function. With a key, everybody gets the page, which asks for the key."""
     page = _PAGE.read_bytes()
     hashes = {tag.decode(): sha256(content).digest() for tag, content in _INLINE.findall(page)}
     inline = [f"{tag}-src 'sha256-{b64encode(digest).decode()}'" for tag, digest in hashes.items()]
@@ -200,7 +199,7 @@ def page_view(key: str | None) -> Callable[[Any], None]:
 
 
 def root_view(key: str | None) -> Callable[[Any], None]:
-    """Return the handler of `/`: operators get the page, other clients the path of the API."""
+    """Return the function of `/`: operators get the page, other clients the path of the API."""
 
     def answer(handler: Any) -> Answer:
         try:
@@ -216,7 +215,7 @@ def root_view(key: str | None) -> Callable[[Any], None]:
 def sessions_view(describe: Callable[..., Any]) -> Callable[[Any], Any]:
     """Return a function that lists the sessions.
 
-    describe: takes the query's `find` and `skip`, and `by_size` if the largest are to come first.
+    describe: takes the query's `find` and `skip`, and `by_size`: whether large sessions come first.
     """
 
     def answer(handler: Any) -> Any:
@@ -236,10 +235,10 @@ def session_changes(
     *,
     with_text: bool,
 ) -> dict[str, Callable[[dict[str, Any]], Any]]:
-    """Return, by path, functions that select, change or export sessions by a request's body.
+    """Return functions, by path: each takes a request's body and selects or changes sessions.
 
-    sessions: returns the store's `StoredSessions`. forget: as for `AgentsAPI`. The first words
-        of conversations are searched only if `with_text`.
+    sessions: returns the store's `StoredSessions`. forget: see `AgentsAPI`. with_text: whether the
+    first words of conversations are searched, too.
     """
 
     def select(body: dict[str, Any]) -> Any:

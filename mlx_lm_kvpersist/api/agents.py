@@ -1,6 +1,6 @@
 """Agents: sessions with a fixed beginning, which is computed before the first question.
 
-An agent is known as long as the server runs. Its session stays in the store.
+The server forgets all agents when it ends. Their sessions stay in the store.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Call = Callable[[Any, Body], Any]
 
 @dataclass
 class Agent:
-    """`beginning` has the fields of a chat completion with which each of its requests begins."""
+    """`beginning` has fields of a chat completion, which every request to the agent gets."""
 
     id: str
     namespace: str
@@ -63,7 +63,7 @@ class Agent:
 
     @property
     def session(self) -> str:
-        """The name of its session, which no client uses by accident."""
+        """The name of the agent's session; no client uses such a name by accident."""
         return f"agent:{self.id}"
 
 
@@ -86,15 +86,15 @@ class Service:
 
 
 def name_session(headers: Headers, name: str) -> None:
-    """Give a request a session, regardless of the name from its client."""
+    """Give a request this session name, in place of any name that its client sent."""
     del headers["X-Session-ID"]
     headers["X-Session-ID"] = name
 
 
 class AgentsAPI:
-    """Answers `/v1/agents`. Requests of one namespace do not see the agents of another.
+    """Answers `/v1/agents`. A request sees only the agents of its own namespace.
 
-    forget: removes the records of a session's requests, by the session's name and namespace.
+    forget: takes a session's name and namespace, and removes the records of the session's requests.
     """
 
     def __init__(self, service: Service, forget: Callable[[str, str], None]) -> None:
@@ -103,7 +103,7 @@ class AgentsAPI:
         self._lock = threading.Lock()
 
     def routes(self) -> Iterator[tuple[str, str, Callable[[Any], None]]]:
-        """Yield method, path and handler of each route, also for wrong methods."""
+        """Yield method, path and function of each route; routes for wrong methods answer 405."""
         paths: dict[str, dict[str, Call]] = {
             AGENTS_PATH: {"GET": self._list, "POST": self._create},
             AGENT_PATH: {
@@ -151,8 +151,9 @@ class AgentsAPI:
             if agent.beginning["messages"]:
                 with self._running(handler.headers, agent):
                     n_prompt, n_cached = handler.prefill(agent.beginning)
-                with suppress(RequestRefused):  # a slow disk does not prevent the agent
-                    self._service.sessions().changed(lambda disk: None)  # its session is on disk
+                # Wait until the session is on disk. If a slow disk takes too long, keep the agent.
+                with suppress(RequestRefused):
+                    self._service.sessions().changed(lambda disk: None)
                 prefilled = {"tokens": n_prompt, "reused": n_cached}
             described = {**self._describe(agent), "prefilled": prefilled}
             return Answer(described, 201, {"Location": f"{AGENTS_PATH}/{quote(agent.id)}"})
@@ -221,7 +222,7 @@ class AgentsAPI:
             sessions = self._service.sessions()
             sessions.each_named(agent.namespace, agent.session, sessions.delete)
         except BaseException:
-            with self._lock:  # the client can delete it again
+            with self._lock:  # so that the client can try again
                 self._agents.setdefault((agent.namespace, agent.id), agent)
             raise
         self._forget(agent.session, agent.namespace)
@@ -241,7 +242,7 @@ class AgentsAPI:
         return {**fields, "messages": len(agent.beginning["messages"]), **stored}
 
     def _check_operator(self, handler: Any, *, everywhere: bool = False) -> None:
-        """Refuse changes that other clients would notice; `everywhere`: also in a namespace."""
+        """Refuse all but the operator's requests; unless `everywhere`, a namespace suffices."""
         if handler.command != "GET":
             check_site(handler.headers, self._service.key)
         if not everywhere and names_namespace(handler.headers, by_key=self._service.by_key):
@@ -286,7 +287,7 @@ def _messages(messages: Any) -> list[Body]:
 
 
 def warm_view(service: Service) -> Callable[[Any], None]:
-    """Return the handler of the route: a body `{"name": …, "request": …}`."""
+    """Return the function of WARM_PATH, which takes a body `{"name": …, "request": …}`."""
 
     def answer(handler: Any) -> Any:
         body = handler.read_body()
@@ -322,7 +323,7 @@ def warm(service: Service, handler: Any, name: str, content: Any) -> Any:
 def warm_at_start(
     service: Service, files: Sequence[Path], serve: Callable[[Callable[[Any], None]], None]
 ) -> None:
-    """Warm each file in a separate thread; the log has the results.
+    """Compute and pin the files' prompts, one after another, in a separate thread that logs them.
 
     serve: see the hook `started`.
     """
@@ -342,7 +343,7 @@ def warm_at_start(
 
 
 def chat_body_of(content: Any, headers: Headers) -> Body:
-    """Return messages, or the body of a request to one of the APIs, as a chat completion.
+    """Convert messages, or the body of a request to any API, to the body of a chat completion.
 
     Raises RequestRefused for anything else.
     """

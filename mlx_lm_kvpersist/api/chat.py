@@ -1,4 +1,4 @@
-"""Shared by the other APIs: requests in the terms of Chat Completions, and parts of replies."""
+"""Shared by Messages and Responses: requests in terms of Chat Completions, parts of replies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_DEPTH = 6
 
 
 def max_tokens(name: str, n: Any) -> int:
-    """Return a client's limit, limited to the range that stock accepts."""
+    """Return a client's limit of tokens, moved into the range that stock accepts."""
     require(isinstance(n, int) and not isinstance(n, bool), name, n, "an integer")
     return min(max(int(n), 1), _MAX_TOKENS)
 
@@ -31,7 +31,7 @@ def is_stream(body: Mapping[str, Any]) -> bool:
 
 
 def function(place: str, name: str, tool: Mapping[str, Any], parameters: str) -> dict[str, Any]:
-    """Return a tool as a chat completion has it; `parameters` names the field of its schema."""
+    """Return a tool in a chat completion's form; `parameters` names the field with its schema."""
     signature: dict[str, Any] = {"name": name}
     if tool.get("description") is not None:
         signature["description"] = require_text(f"{place}.description", tool["description"])
@@ -40,10 +40,10 @@ def function(place: str, name: str, tool: Mapping[str, Any], parameters: str) ->
 
 
 def append(messages: list[tuple[str, Message]], place: str, message: Message) -> None:
-    """Append a message, with its place in the body, or join it with the speaker's last message.
+    """Append a message, with its place in the body, or join it to a last message of the same role.
 
-    Anthropic's API reads consecutive messages as one. A text after calls stays a separate message.
-    So does an image, because it may be refused only in the newest message.
+    Anthropic's API reads consecutive messages of a role as one. A text after tool calls stays a
+    separate message, and so does an image: only the newest message is refused for its images.
     """
     last = messages[-1][1] if messages else {}
     is_more = message["role"] in ("user", "assistant") and last.get("role") == message["role"]
@@ -58,7 +58,7 @@ def append(messages: list[tuple[str, Message]], place: str, message: Message) ->
 
 
 def call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    """Return a call of the assistant's; `arguments` is JSON."""
+    """Return an assistant's tool call; `arguments` is JSON."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -79,7 +79,7 @@ def unread_part(kind: Any, media_type: Any = None, filename: Any = None) -> Part
 def readable(value: Any, depth: int = 0) -> str:
     """Return the text in a block of an unknown kind, "" if it has no text.
 
-    Clients send back blocks of any server. An unknown block must not end the conversation.
+    Clients also send back blocks from other servers: no block may end the conversation.
     """
     if isinstance(value, str):
         return value
@@ -100,13 +100,13 @@ class ReplyParts(ABC):
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
-        """All parts so far, including calls, in the API's form. The open part is the last."""
+        """All parts so far, tool calls too, in the API's form. An open part is the last item."""
         self._kind: Kind | None = None
         """The kind of the open part."""
         self._pieces: list[str] = []
         """The text of the open part."""
         self._held: tuple[Kind, str] = ("text", "")
-        """White space with which a part may begin."""
+        """White space, and the kind of part that begins with it, if such a part follows."""
         self._texts: list[str] = []
 
     @property
@@ -127,7 +127,7 @@ class ReplyParts(ABC):
 
     @abstractmethod
     def add_call(self, call_id: str, name: str, arguments: str) -> Iterator[Event]:
-        """Add a whole call to `items`, and yield the events for it; `arguments` is JSON."""
+        """Add a whole tool call to `items`, and yield its events; `arguments` is JSON."""
 
     def add(self, text: str, reasoning: str, tool_calls: list[dict[str, Any]]) -> list[Event]:
         events = [*self._add("thinking", reasoning), *self._add("text", text)]

@@ -1,8 +1,8 @@
 """Anthropic's Messages API: requests as chat completions, and replies from their parts.
 
-https://platform.claude.com/docs/en/api/messages has the form, and
+https://platform.claude.com/docs/en/api/messages describes requests and replies, and
 https://platform.claude.com/docs/en/build-with-claude/streaming the events and their order. Unknown
-fields are ignored: clients send more with every version.
+fields are ignored: new versions of clients send new fields.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 class MessagesAPI:
-    """Parses requests to Messages, and has the form of their errors.
+    """Parses requests to Messages, and makes error replies to them.
 
-    Tools with `defer_loading` are not in the list of tools before all messages. A loaded tool is
-    rendered at the place of its reference.
+    Tools with `defer_loading` are not in the list of tools before all messages. Such a tool is
+    rendered where a tool's result refers to it.
     """
 
     refuses_in_stream = False
@@ -83,10 +83,10 @@ class MessagesAPI:
 
 
 def _tools(tools: Any) -> Iterator[tuple[str, tuple[dict[str, Any], bool]]]:
-    """Yield each tool by its name, as a chat completion has it, and whether it is deferred."""
+    """Yield each tool's name, its form in a chat completion, and whether it is deferred."""
     for place, tool in placed_objects("tools", tools) if tools is not None else ():
         if "input_schema" not in tool and tool.get("type") not in (None, "custom"):
-            continue  # a tool of Anthropic's own servers
+            continue  # only Anthropic's servers can run it
         name = require_text(f"{place}.name", tool.get("name"))
         function = chat.function(place, name, tool, "input_schema")
         yield name, (function, bool(tool.get("defer_loading")))
@@ -114,7 +114,7 @@ def _messages(body: Mapping[str, Any], tools: Mapping[str, Any]) -> list[tuple[s
 
 
 def _blocks(name: str, content: Any) -> Iterable[tuple[str, dict[str, Any]]]:
-    """Return content as blocks with their places: a string is one text."""
+    """Return content as blocks with their places; a string becomes one text block."""
     if isinstance(content, str):
         return [(f"{name}[0]", {"type": "text", "text": content})]
     content = [] if content is None else content
@@ -123,7 +123,7 @@ def _blocks(name: str, content: Any) -> Iterable[tuple[str, dict[str, Any]]]:
 
 
 def _texts(name: str, content: Any) -> str | list[dict[str, Any]]:
-    """Return content that has only texts, in its original form."""
+    """Return a string, or a list of text parts; refuse other content."""
     if isinstance(content, str):
         return content
     texts = []
@@ -134,7 +134,7 @@ def _texts(name: str, content: Any) -> str | list[dict[str, Any]]:
 
 
 def _assistant(name: str, content: Any) -> Message:
-    """Return the message that a chat client would send back; unknown blocks become their text."""
+    """Return the message as a chat client would send it back; an unknown block becomes its text."""
     message: Message = {"role": "assistant", "content": ""}
     for place, block in _blocks(name, content):
         kind = block.get("type")
@@ -154,7 +154,7 @@ def _assistant(name: str, content: Any) -> Message:
 
 
 def _user(name: str, content: Any, tools: Mapping[str, Any]) -> Iterator[Message]:
-    """Yield a message for each tool's result, and one for the content between or after them."""
+    """Yield a message for each tool's result, and one for the content before, between or after."""
     if isinstance(content, str):
         yield {"role": "user", "content": content}
         return
@@ -174,7 +174,7 @@ def _user(name: str, content: Any, tools: Mapping[str, Any]) -> Iterator[Message
 
 
 def _result(name: str, content: Any, tools: Mapping[str, Any]) -> list[Part]:
-    """Return the parts of a tool's result; a reference to a tool is the tool itself."""
+    """Return the parts of a tool's result; the tool's definition replaces a reference to a tool."""
     read: list[Part] = []
     for place, block in _blocks(name, content):
         if block.get("type") == "tool_reference":
@@ -228,7 +228,7 @@ def _document(name: str, block: Mapping[str, Any], source: Mapping[str, Any]) ->
 
 
 def _marks_cache(body: Mapping[str, Any]) -> bool:
-    """Tell whether a client uses `cache_control`: it then expects the count of written tokens."""
+    """Tell whether a client uses `cache_control`; it then expects the number of written tokens."""
     messages, system, tools = (body.get(name) for name in ("messages", "system", "tools"))
     contents = [message.get("content") for message in messages or ()]
     blocks = [
@@ -280,7 +280,7 @@ class MessagesReply(ReplyParts):
         return self._message
 
     def _usage(self, n_prompt: int, n_cached: int, n_new: int) -> dict[str, int]:
-        """Return the counts; the three counts of prompt tokens add up to the prompt.
+        """Return the counts; the three counts of prompt tokens add up to `n_prompt`.
 
         Without `cache_control` in the request, `input_tokens` counts all computed tokens.
         """
@@ -300,7 +300,7 @@ class MessagesReply(ReplyParts):
         yield self._of_block("delta", delta={"type": f"{kind}_delta", kind: text})
 
     def end_part(self, kind: Kind, text: str) -> Iterator[Event]:
-        """End a block. Clients send thinking back only with a signature."""
+        """End a block. Thinking gets a signature, without which clients do not send it back."""
         self.items[-1][kind] = text
         if kind == "thinking":
             digest = blake2b(text.encode("utf-8", "replace"), digest_size=16)
@@ -326,7 +326,7 @@ class MessagesReply(ReplyParts):
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Return a call's arguments as the object that the API wants."""
+    """Return a tool call's arguments as an object, as the API wants them."""
     arguments = json.loads(text)
     if isinstance(arguments, str):
         with suppress(ValueError):

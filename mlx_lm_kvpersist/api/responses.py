@@ -1,8 +1,8 @@
 """OpenAI's Responses API: requests as chat completions, and replies from their parts.
 
-Nothing is kept between requests. https://platform.openai.com/docs/api-reference/responses has the
-form, and https://platform.openai.com/docs/api-reference/responses-streaming the events and their
-order. Unknown fields and kinds of tools are ignored.
+No request may refer to an earlier reply. https://platform.openai.com/docs/api-reference/responses
+describes requests and replies. https://platform.openai.com/docs/api-reference/responses-streaming
+describes the events and their order. Unknown fields and kinds of tools are ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .session_keys import is_kept
 RESPONSES_PATH = "/v1/responses"
 
 _USUAL_TOKENS = 32_768
-"""The limit for requests without one, as from agents. Stock's 512 would cut off a file."""
+"""The limit if a request has none; agents send none. Stock's 512 would cut off a written file."""
 _PASSED_ON = ("model", "temperature", "top_p", "prompt_cache_key", "metadata")
 _STATEFUL = ("previous_response_id", "conversation", "background", "prompt")
 _ROLES = ("user", "assistant", "system", "developer")
@@ -51,9 +51,9 @@ _ECHOED: dict[str, Any] = {
 
 
 class ResponsesAPI:
-    """Parses requests to Responses, and has the form of their errors."""
+    """Parses requests to Responses, and makes error replies to them."""
 
-    refuses_in_stream = True  # Codex compacts only if `response.failed` has this code
+    refuses_in_stream = True  # Codex compacts only after `response.failed` with a code
 
     def parse(self, body: dict[str, Any], headers: Headers) -> Request:
         if name := next(filter(body.get, _STATEFUL), None):
@@ -83,10 +83,9 @@ class ResponsesAPI:
 def _tools(
     place: str, tools: Any, namespace: str, names: dict[str, tuple[str, str]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield functions as chat completions have them; the names of a namespace's tools get its name
-    as a prefix.
+    """Yield functions in a chat completion's form; a namespace's name is a prefix of its tools'.
 
-    names: is filled with the client's namespace and name, by the name that the model reads.
+    names: filled here; maps the name that the model reads to the client's namespace and name.
     """
     for name, tool in placed_objects(place, tools) if tools is not None else ():
         if tool.get("type") == "namespace" and not namespace:
@@ -160,7 +159,7 @@ def _part(name: str, block: Mapping[str, Any]) -> Part:
 
 
 def _file(name: str, block: Mapping[str, Any]) -> Part:
-    """Return the name and the text of a file that came as a data URL. Other files are not read."""
+    """Return name and text of a text file that came as a data URL. Other files are not read."""
     data, filename = block.get("file_data"), block.get("filename")
     head, _, encoded = data.partition(",") if isinstance(data, str) else ("", "", "")
     media_type = head.removeprefix("data:").partition(";")[0]
@@ -231,7 +230,7 @@ def _reasoning(place: str, item: Mapping[str, Any]) -> str:
 
 
 class ResponsesReply(ReplyParts):
-    """names: the client's namespace and name of each tool, by the name that the model reads."""
+    """names: maps the tool name that the model reads to the client's namespace and name."""
 
     def __init__(
         self, body: Mapping[str, Any], names: Mapping[str, tuple[str, str]], *, is_kept: bool

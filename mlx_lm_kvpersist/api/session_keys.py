@@ -1,6 +1,6 @@
-"""A conversation as its request names it: its name, its namespace, and whether it is stored.
+"""A request's session key and namespace, and whether the request may be stored.
 
-A key is only a hint: the text decides which tokens are reused. Names of people (`user`,
+A session key is only a hint: the text decides which tokens are reused. Names of people (`user`,
 `safety_identifier`, a whole `metadata.user_id`) are never keys.
 """
 
@@ -92,7 +92,7 @@ def session_key(headers: Message, body: Mapping[str, Any]) -> str | None:
 
 
 def note(headers: Message, messages: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Return labels of a conversation for people.
+    """Return labels by which people recognise a conversation.
 
     `client` is the first word of the User-Agent, such as "claude-cli". `words` is the beginning of
     the user's first message, without the tags that agents put before it.
@@ -105,7 +105,7 @@ def note(headers: Message, messages: Iterable[Mapping[str, Any]]) -> dict[str, s
         text, start = "\n".join(_text(block.get("text")) or "" for block in contents), 0
         while tagged := _TAGGED.match(text, start):
             start = tagged.end()
-        # No more words than characters are needed.
+        # A text of this number of characters has no more words.
         if words := " ".join(text[start:].split(maxsplit=_WORDS_CHARS)):
             return {**labels, "words": shortened(words, _WORDS_CHARS)}
     return labels
@@ -133,7 +133,7 @@ def names_namespace(headers: Message, *, by_key: bool) -> bool:
 
 
 def is_kept(headers: Message) -> bool:
-    """Return whether a request may be stored. Raises RequestRefused unless it is yes or no."""
+    """Return whether a request may be stored. Raises RequestRefused if the header is wrong."""
     values = headers.get_all(KEEP_HEADER, ["yes"])
     for value in values:
         if value.strip().lower() not in ("yes", "no"):
@@ -156,7 +156,7 @@ def _text(value: Any) -> str | None:
 
 
 def short_name(name: str) -> str:
-    """Return a client's name for something; a digest if the name is long or not valid Unicode."""
+    """Return a client's name unchanged, or its digest if it is long or not valid Unicode."""
     encoded = name.encode("utf-8", "surrogatepass")
     if len(encoded) <= _MAX_NAME_BYTES and encoded.decode("utf-8", "ignore") == name:
         return name
@@ -164,12 +164,12 @@ def short_name(name: str) -> str:
 
 
 def normalise(messages: Messages, tools: Any) -> None:
-    """Normalise a request, in place. Tools stay if they are not a list.
+    """Normalise a request's messages and tools, in place. Tools that are not a list stay.
 
     Claude Code's billing line, the first block or line of the first system message, is removed. The
     same words in any other place are the user's text and stay. Content that is a single text part
-    becomes its text: clients use either form. Reasoning gets both names: stock sends one name, most
-    templates read the other name.
+    becomes a string: clients use either form. Reasoning is put under both of its names: stock sends
+    one name, most templates read the other name.
     """
     match messages[:1]:
         case [{"role": "system", "content": str(text)}] if text.startswith(BILLING_PREFIX):
