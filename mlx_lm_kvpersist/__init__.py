@@ -4,11 +4,11 @@ __version__ = "0.1.0"
 
 
 def install(*plugins: str) -> None:
-    """Load plugins into `mlx_lm.server` in this process, for launchers that call its `main`.
+    """Load plugins into `mlx_lm.server` in this process, for launchers that call `server.main`.
 
     plugins: names of plugins; by default the names given by `--plugin` on the command line,
-    otherwise kvpersist. Their options are read from `sys.argv`, like the server's. If the server
-    cannot be patched, the process ends with one line.
+    otherwise kvpersist. Options are read from `sys.argv`. If the server cannot be patched, the
+    process ends with one line.
     """
     import sys
 

@@ -1,9 +1,9 @@
 """Makes `--plugin` work in `mlx_lm.server`; standard library only, since the .pth runs it.
 
-`install` puts a finder in front of `sys.meta_path`. It lets the real finders find `mlx_lm.server`,
-executes it with its real loader, and then wraps its `main`, which loads the plugins. While mlx_lm
-is imported, garbage collection is off: imports leave no garbage, and the search takes a tenth of
-the time. Every error ends the process with one line.
+`install` puts a finder in front of `sys.meta_path`. With the real finder and loader, it imports
+`mlx_lm.server`, and wraps the server's `main` so that plugins are loaded first. While mlx_lm is
+imported, garbage collection is off: imports leave no garbage, and the search for it would take a
+tenth of the time. Every error ends the process with one line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TARGET = "mlx_lm.server"
 
 
 def install() -> None:
-    """Wait for `mlx_lm.server` to be imported. Virtual environments can call this twice."""
+    """Put the finder in place. In a virtual environment, two .pth files may call this."""
     if not any(isinstance(finder, ServerFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, ServerFinder())
 
@@ -107,8 +107,8 @@ class ServerLoader(Loader):
     def get_code(self, fullname: str) -> CodeType:
         """Return the code that `python -m mlx_lm.server` runs.
 
-        runpy asks the loader for code and executes it as `__main__`, a second copy that no
-        import hook sees. So it runs `main` of the imported, wrapped module.
+        runpy asks the loader for code and executes it as `__main__`, a second copy of the module
+        that no import hook sees. So this code only runs `main` of the wrapped module.
         """
         return compile(f"import {fullname}\n{fullname}.main()\n", fullname, "exec")
 

@@ -1,4 +1,4 @@
-"""Requests of every API, with their fields and contents, and forms of replies and errors."""
+"""The forms of requests, replies and errors for all APIs, and checks of a request's fields."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Usage(NamedTuple):
 class ReplyFormat(Protocol):
     """Makes the events of an API from the parts of one reply.
 
-    Events are made on the HTTP thread, and by `wait` on the clients' thread, one at a time.
+    `wait` is called on the clients' thread, all else on the HTTP thread, one call at a time.
     """
 
     @property
@@ -52,16 +52,16 @@ class ReplyFormat(Protocol):
         """Return the first events; both counts are 0 if they are not known yet."""
 
     def add(self, text: str, reasoning: str, tool_calls: list[dict[str, Any]]) -> list[Event]:
-        """Return the events for a part of the reply; calls have the form of a chat completion."""
+        """Return the events for a part of the reply; tool calls are as in a chat completion."""
 
     def end(self, finish_reason: str, stop_word: str | None, usage: Usage) -> list[Event]:
-        """Return the last events. `finish_reason` is a chat completion's."""
+        """Return the last events. `finish_reason` is as in a chat completion."""
 
     def wait(self) -> list[Event]:
         """Return events that only show that the server is working."""
 
     def fail(self, status: int, message: str, code: str | None) -> list[Event]:
-        """Return the last events of a reply that ends early; `code` is RequestRefused's."""
+        """Return the last events of a reply that ends early; see RequestRefused for `code`."""
 
     def whole(self) -> dict[str, Any]:
         """Return the reply as one object, for a client that does not stream."""
@@ -69,11 +69,11 @@ class ReplyFormat(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """A request that generates, in the terms of chat templates and samplers.
+    """A request to generate, in the terms of chat templates and samplers.
 
     `fields` has the messages and the parameters, named as in Chat Completions. `stream` says
-    whether the client wants events. `tools` may be called, also if `fields` does not show them to
-    the template; with None, every call is treated as text. `places` names each message in the
+    whether the client wants events. The model may call `tools`, even if `fields` does not show them
+    to the template; with None, every call is treated as text. `places` names each message in the
     client's body, such as "input[3]".
     """
 
@@ -101,7 +101,7 @@ class API(Protocol):
 
 
 def require(is_right: bool, name: str, value: Any, expected: str) -> None:
-    """Refuse a request unless one of its fields is right."""
+    """Refuse a request unless the field `name` is right."""
     if not is_right:
         refuse(name, value, expected)
 
@@ -161,7 +161,7 @@ def parts_of(content: Any) -> list[Any]:
 
 
 def text_of(content: Any) -> Any:
-    """Return content as one text, joined as the server does; other content unchanged."""
+    """Join parts that are all texts, as the server does; return other content unchanged."""
     if not isinstance(content, list):
         return "" if content is None else content
     texts = [block.get("text") for block in content if block.get("type") == "text"]
@@ -195,7 +195,7 @@ def anthropic_error(status: int, message: str) -> dict[str, Any]:
 
 
 def message_of(body: bytes) -> str:
-    """Return the message in an error's body, in any form of the APIs; "" for anything else."""
+    """Return the message in an error's body, in the form of any API; "" for anything else."""
     try:
         error = json.loads(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)

@@ -104,7 +104,7 @@ class Block:
     """
 
     folder: ClassVar[str] = "blocks"
-    """Where its files are in a store's folder."""
+    """The name of the folder of block files."""
     key: bytes
     parent: bytes
     start: int = 0
@@ -139,14 +139,14 @@ class Block:
 class Checkpoint:
     """The content of windows or recurrent layers at the end of the block with the key `block`.
 
-    It has a separate file, which may be evicted before the block's. `kind` is the content:
-    "state", of recurrent layers, with the newest tokens of quantized layers, or "window-512", the
-    KV of layers that see 512 tokens. `n_tokens` is the number of the block's last tokens that
+    It has a separate file, which may be evicted before the block's. `kind` names the content. A
+    "state" is that of recurrent layers, with the newest tokens of quantized layers; "window-512" is
+    the KV of layers that see 512 tokens. `n_tokens` is the number of the block's last tokens that
     the checkpoint covers, 0 for a state.
     """
 
     folder: ClassVar[str] = "checkpoints"
-    """Where its files are in a store's folder."""
+    """The name of the folder of checkpoint files."""
     key: bytes
     block: bytes
     kind: str
@@ -154,8 +154,8 @@ class Checkpoint:
 
     @classmethod
     def at(cls, block: bytes, kind: str, n_tokens: int) -> Checkpoint:
-        """Return the checkpoint at the end of a block. Raises OverflowError beyond int32."""
-        # Both ends have a fixed length, so different checkpoints never hash the same bytes.
+        """Return the checkpoint of a block. Raises OverflowError if `n_tokens` is too large."""
+        # Key and number have fixed lengths, so different checkpoints never hash the same bytes.
         content = block + kind.encode() + n_tokens.to_bytes(4, "little", signed=True)
         key = blake2b(content, digest_size=KEY_BYTES, person=b"kvpersist-ckpt-1").digest()
         return cls(key, block, kind, n_tokens)

@@ -1,6 +1,6 @@
 """The plugin's options, and defaults that depend on the device.
 
-Some commands have the same options, so this module imports MLX only inside functions.
+Commands that must not import MLX use this module, so only its functions import MLX.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 DEFAULT_MAX_DISK_BYTES = 64 * GIB
 LEAST_BYTES = 128 << 20
-"""The least memory that the options accept."""
+"""The least value that --kvpersist-memory accepts."""
 MAX_LOSS_S = 2.0
-"""Seconds of computing that kill -9 may undo of a conversation with windows or recurrent layers: if
-computing would take longer, its checkpoint is written at once."""
+"""Seconds of computing that kill -9 may cost a conversation with windows or recurrent layers: if
+computing takes longer, a checkpoint is written at once."""
 MIN_PREFILL_BYTES = GIB // 2
-"""A chunk of a prompt may take this much memory, or a sixteenth of the device's."""
+"""A chunk of a prompt may take this much memory, or more: a sixteenth of the device's."""
 KV_BITS = {
     "k8v4": PrecisionChoice(),
     "4": PrecisionChoice(4, 4),
@@ -57,13 +57,13 @@ class Config:
     isolate_sessions: bool = False
     namespace_by_key: bool = False
     stock_kv_bits: int | None = None
-    """`--kv-bits`, for models that are served as stock does."""
+    """`--kv-bits`, for models that the plugin does not support."""
     api_key: str | None = field(default=None, repr=False)
     show_text: bool = False
     warm: tuple[Path, ...] = ()
     """Files of prompts that are computed at the start."""
     prompt_lookup: bool = True
-    """Whether ids that followed the same last ids earlier are checked as drafts (prompt lookup)."""
+    """Whether to draft the ids that followed the same ids before (prompt lookup)."""
     attention: Strategy | Literal["auto"] = "auto"
     """"auto", or the strategy (see cache/live/attention.py) that every layer takes if it can."""
     max_stall_s: float = 0.25
@@ -74,7 +74,7 @@ class Config:
     """Whether a request is refused, instead of waiting, if memory does not suffice."""
     encryption: Encryption = PLAIN
     shared: tuple[Objects, Encryption, int | None] | None = None
-    """The store that several servers use, its encryption, and the maximum bytes of its objects."""
+    """The store that several servers use, its encryption, and the maximum size of its objects."""
 
 
 def _option(meaning: str, parse: Any = None, **argument: Any) -> dict[str, Any]:
@@ -204,7 +204,7 @@ RARE = "memory-policy shared-size attention draft served-name isolation show-tex
 
 
 class HelpAll(Action):
-    """Prints the help including the rare options. `const` has their actions, by name."""
+    """Prints the help with the rare options. `const` has the rare options' actions, by name."""
 
     def __call__(self, parser: ArgumentParser, *args: Any) -> None:
         for name, action in self.const.items():
@@ -246,7 +246,7 @@ def from_args(args: Namespace, rank: int = 0, n_ranks: int = 1) -> Config:
     precision, stock_kv_bits = precision_of(args), getattr(args, "kv_bits", None)
     args.kv_bits = None
     stall_ms = args.kvpersist_max_stall_ms
-    if not 10 <= stall_ms <= 60_000:  # on most devices, a token takes longer
+    if not 10 <= stall_ms <= 60_000:  # most devices need more than 10 ms for a token
         wrong = f"--kvpersist-max-stall-ms {stall_ms:g}"
         raise ConfigError(f"{wrong} is out of range; give 10 to 60000")
     if args.served_name is not None and (not args.served_name or getattr(args, "model", 0) is None):
@@ -307,7 +307,7 @@ def _shared(args: Namespace) -> tuple[Objects, Encryption, int | None] | None:
 
 
 def encryption_of(args: Namespace) -> Encryption:
-    """Return the encryption of the folder that the options name: none without a key file."""
+    """Return the encryption of the folder that the options name; PLAIN without a key file."""
     if (key := args.kvpersist_encrypt) is None:
         return PLAIN
     sqlcipher()  # a missing package is noticed before a folder is made
@@ -318,7 +318,7 @@ def precision_of(args: Namespace) -> PrecisionChoice:
     bits, group_size = args.kvpersist_kv_bits, getattr(args, "kv_group_size", None)
     if getattr(args, "kv_bits", None) is not None:
         bits = bits or str(args.kv_bits)
-    if group_size == 64:  # stock's default, which does not depend on the size of the model's heads
+    if group_size == 64:  # stock's default: the size of the model's heads decides instead
         group_size = None
     bits = bits or DEFAULT_BITS
     if bits not in KV_BITS:

@@ -1,4 +1,4 @@
-"""Every exception of the package, a KVPersistError, and a log for repeated failures."""
+"""All exceptions of the package, each a KVPersistError, and a log for repeated failures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from threading import Lock
 from typing import Any
 
 LOG_AGAIN_S = 3600.0
-"""How long a kind of failure is not logged again."""
+"""The seconds after which a kind of failure may be logged again."""
 COUNTING = Lock()
 """Held only while counters of several threads are changed or read."""
 
@@ -129,7 +129,7 @@ class DecryptionFailed(BlockCorrupt):
 class Failures:
     """Counts failures by kind, and logs the first of a kind, then at most one an hour. Any thread.
 
-    The kind is the message without its values, unless it is given. There must be few kinds.
+    The kind is the message without its values, unless `kind` is given. There must be few kinds.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -141,8 +141,8 @@ class Failures:
     def add(self, message: str, *args: object, kind: str = "", **how: Any) -> None:
         """Count a failure and log it, at DEBUG if its kind was logged within the last hour.
 
-        `how` may have a `level` (WARNING by default), and other arguments of `Logger.log`. A line
-        says how many failures of its kind were not logged before it.
+        `how` may have a `level` (WARNING by default), and other arguments of `Logger.log`. The line
+        also says how many failures of this kind were not logged.
         """
         kind, level = kind or message.replace("%s", "…"), how.pop("level", logging.WARNING)
         with COUNTING:

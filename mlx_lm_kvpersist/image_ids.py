@@ -16,12 +16,12 @@ MARK = "\ufffc"
 """Begins the text of an image: the character for embedded objects (Unicode 15, 23.8)."""
 
 _N_WORDS = 9
-"""Words of the packed first id of an image: each has 30 bits, and is below -1."""
+"""The number of words of an image's packed first id; each word has 30 bits, and is below -1."""
 _WORD = (1 << 30) - 1
 
 
 def first_id(digest: bytes) -> int:
-    """Return the id of an image's first token, for a digest of 32 bytes: below -(2**256)."""
+    """Return the id of an image's first token, for a digest of 32 bytes: at most -(2**256)."""
     return -int.from_bytes(b"\1" + digest, "big")
 
 

@@ -1,6 +1,6 @@
-"""Match a prompt with the tree of stored blocks, and put stored ids before the prompt's own ids.
+"""Match a prompt with the tree of stored blocks, and replace its first ids by stored ids.
 
-The stored ids are found by the text that they decode to, or by the ids before them. `TokenText` has
+The stored ids are found by the text that they decode to, or by the ids themselves. `TokenText` has
 the bytes of token ids, so that text can be cut at token ends. This module does not handle KV.
 """
 
@@ -64,8 +64,8 @@ class TokenText:
     bytes decode to a replacement character: ask `covers` before comparing texts.
 
     `image_ids` defines the text of an image. Ordinary tokens can spell this text, and the text of
-    control tokens: two texts are the same only if their `controls` are the same too. The tokenizer
-    finds control tokens in a text before all other tokens.
+    control tokens, so equal texts stand for the same prompt only if their `controls` are equal,
+    too. Encoding a control token's text always gives the control token.
     """
 
     def __init__(self, pieces: Mapping[int, bytes], controls: Iterable[int] = ()) -> None:
@@ -106,7 +106,7 @@ class TokenText:
         return list(compress(count(), map(controls.__contains__, ids))) if controls else []
 
     def controls(self, ids: Sequence[int], pending: bytes = b"") -> list[tuple[int, int]]:
-        """Return control tokens and images' first tokens, and how many characters precede each."""
+        """Return (characters before it, id) of each control token and each image's first token."""
         controls, n_chars, start = [], 0, 0
         for place in self.control_places(ids):
             text, pending = self.feed(ids[start : place + 1], pending)
@@ -211,13 +211,13 @@ class BlockSource(Protocol):
     ) -> Sequence[Block]:
         """Return at most `limit` blocks that continue `parent`.
 
-        `ahead` is the next text or packed ids of a prompt: blocks that share less of this text
-        than other blocks may be left out.
+        `ahead` is the next text, or the next packed ids, of a prompt: blocks that share less with
+        it than other blocks may be left out.
         """
 
 
 def beginnings(block: Block, source: BlockSource) -> list[Block]:
-    """Return the shorter blocks with a block's parent and first tokens."""
+    """Return the shorter blocks below the same parent that `block` begins with."""
     return [
         sibling
         for sibling in source.children(block.parent, block.packed_ids)
@@ -229,10 +229,10 @@ def beginnings(block: Block, source: BlockSource) -> list[Block]:
 
 @dataclass(frozen=True)
 class Match:
-    """The stored blocks that begin as the prompt does.
+    """The stored blocks that match the beginning of a prompt.
 
     The first `n_tokens` tokens of `path` are used: the prompt's first `n_chars` characters, less
-    the text of an image that is stored in part. `at_end`: nothing is stored after them on
+    the text of an image that is stored in part. `at_end`: nothing is stored after these tokens on
     this branch. Otherwise the stored text agrees with the prompt for `n_agreed` characters, which
     may be a few more than `n_chars`, and continues with `stored_next`.
     """
@@ -270,12 +270,12 @@ def match_prompt(
     tokens: TokenText | None = None,
     packed_ids: bytes = b"",
 ) -> Match:
-    """Find the longest stored prefix of a prompt that ends with a token, and not inside an image.
+    """Find a prompt's longest stored prefix; it ends with a whole token, and not inside an image.
 
     With `tokens`, the prompt is a text; otherwise it is packed ids, and `n_chars` counts bytes.
-    `packed_ids` are the ids of the text, if `tokens` covers them all: `tokens` then covers every
-    block that has the same ids. The match then ends before a control token that is spelled with
-    ordinary tokens on one side.
+    `packed_ids` are the ids of the text, if `tokens` covers them all, and thus every block with the
+    same ids. The match then ends before a control token that the prompt or the store, but not both,
+    spells with ordinary tokens.
     """
     best, n_best, n_used = None, 0, 0
     steps = _steps(source, root, prompt, tokens, packed_ids)
@@ -286,7 +286,7 @@ def match_prompt(
         n_tokens, n_chars = _cut(step, prompt, tokens)
         n_more = step.position + n_chars - n_best
         if best is not None and n_more == 0 and not step.node.has_text_only:
-            # Only the first token of an image has text.
+            # An image's other tokens add no characters: compare the numbers of tokens.
             n_more = step.node.start + n_tokens - best.node.start - n_used
         if n_tokens and n_more > 0:
             best, n_best, n_used = step, step.position + n_chars, n_tokens
@@ -322,10 +322,11 @@ def _out_of_image(match: Match, prompt: Sequence[int]) -> Match:
 
 @dataclass(frozen=True)
 class _Step:
-    """A block whose first `n_equal` characters (or bytes of ids) are at `position`.
+    """A block whose first `n_equal` characters (or bytes of ids) the prompt has at `position`.
 
-    If it begins inside a character, `pending` has the bytes before it. Its packed ids end at
-    `ids_end`, from the root. `has_own_ids`: whether all ids up to its end are the prompt's own.
+    If the block begins inside a character, `pending` has that character's first bytes. `ids_end`:
+    where the block's packed ids end, from the root. `has_own_ids`: whether all ids up to there are
+    the prompt's own.
     """
 
     node: Block
@@ -346,8 +347,8 @@ def _steps(
 ) -> list[_Step]:
     """Return all blocks that agree with the prompt, at least in part, the longest agreement first.
 
-    An index may be damaged: only blocks with the right start, whose key is the hash of their ids,
-    are followed.
+    An index may be damaged, so a block is skipped unless its start is right and its key is the hash
+    of its ids.
     """
     steps: list[_Step] = []
     own: list[tuple[int, int]] | None = None
@@ -432,7 +433,8 @@ MAX_ALIKE = 64
 _MAX_STEPS = 64
 
 Find = Callable[[Literal[">", "<="], "str | bytes"], list[Block]]
-"""Finds the first block with a greater text or ids (">"), or all equal blocks before it ("<=")."""
+"""Finds the first block whose text or ids are greater (">"), or the last whose text or ids are not,
+with all its equals ("<=")."""
 
 
 def nearest(ahead: str | bytes, find: Find) -> list[Block]:
@@ -453,7 +455,7 @@ def nearest(ahead: str | bytes, find: Find) -> list[Block]:
         if not content:
             break
         n_common = common_prefix(content, ahead, 0)
-        # If the prompt repeats a whole block, only shorter blocks can still matter.
+        # If the whole block is a prefix of `ahead`, only shorter blocks can still matter.
         key = ahead[: n_common - 1 if n_common == len(content) else n_common]
     return nodes
 
@@ -468,7 +470,7 @@ class Splice(NamedTuple):
 def splice(
     prompt: Sequence[int], text: str, match: Match, tokens: TokenText, encode: Encode
 ) -> Splice | None:
-    """Return the prompt with the matched ids in front; None if the text or a control token changes.
+    """Return the prompt with the matched ids in front; None if text or control tokens would change.
 
     `text` is the decoded `prompt`. A cut in the middle of a stored branch moves back to the end of
     a token that the prompt also has. The prompt's own ids follow. At the end of a stored branch, if
@@ -503,7 +505,7 @@ def splice(
 def _ends(ids: Sequence[int], text: str, tokens: TokenText) -> Sequence[float]:
     """Return each token's end in bytes, or in characters if `text` has a replacement character.
 
-    A byte that is not valid text becomes a replacement character of three bytes. Counting
+    Bytes do not fit such a text: a replacement character of three bytes may stand for one. Counting
     bytes takes a tenth of the time. An end inside a character counts as half a character.
     """
     if REPLACEMENT in text:

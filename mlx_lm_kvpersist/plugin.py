@@ -34,9 +34,9 @@ from .store.records import RAM
 from .store.stored_sessions import StoredSessions
 
 JOIN_SHARE = 0.2
-"""The share of the longest stall that restoring may take between two steps of the replies."""
+"""Restoring may take this share of the longest stall, between two steps of the replies."""
 CHUNK_SHARE = 8
-"""A chunk of a prompt takes an eighth of the memory account at most."""
+"""A chunk of a prompt takes at most an eighth of the memory account."""
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class KVPersistPlugin:
     """Stores the KV caches of the server's conversations, so that they outlive the server."""
 
     _config: config.Config
-    """Set by `configure`; no hook that is called before it reads this."""
+    """Set by `configure`; hooks that are called earlier do not read it."""
 
     def __init__(self) -> None:
         self._refusal = ""
@@ -140,7 +140,7 @@ class KVPersistPlugin:
             ),
             memory.weigh,
             draft,
-            # Drafts are checked in calls of a few rows, which may first have to compile a kernel.
+            # No drafts if calls of a few rows, which check drafts, would first compile a kernel.
             most_taken_back if options.prompt_lookup and least_rows() == 1 else lambda caches: 0,
         )
 
@@ -210,10 +210,10 @@ class KVPersistPlugin:
             state.saved_s = model.speed.pace.seconds(0, n_reused)
         record = self._log.add(state.record(name, outcome, precision))
         state.outcome = outcome
-        # Stock may reuse some tokens from its own cache.
+        # How many tokens stock computes is unknown: it has its own cache.
         n_computed = 0 if outcome.kind is Kind.STOCK else outcome.n_prompt - n_reused
         self._metrics.count(outcome.kind.value, n_computed)
-        if self._store is not None and n_reused:  # this runs on the generation thread
+        if self._store is not None and n_reused:  # only on the generation thread
             self._store.reused_tokens[RAM] += n_reused - n_restored
             self._store.reused_tokens[outcome.tier] += n_restored
         logger.info("kvpersist: %s (%s)", record["sentence"], state.id)

@@ -1,8 +1,8 @@
 """The interface for plugins of the server: import all names from here. docs/plugins.md shows them.
 
-They are stable: only a new major or minor version may remove a name or change a hook's arguments,
-and CHANGELOG.md says so. Every release may add hooks, and fields with a default. Other modules of
-the package can change in every release.
+The names are stable: only a new major or minor version may remove a name or change a hook's
+arguments, and CHANGELOG.md says so. Every release may add hooks, and fields with a default. Other
+modules of the package can change in every release.
 """
 
 from __future__ import annotations

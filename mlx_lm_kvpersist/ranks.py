@@ -4,8 +4,8 @@ All ranks must act in the same order: MLX's collectives carry no names, so a ran
 differently computes wrong numbers, or waits for ever. So rank 0 makes each decision that depends on
 a clock, a disk, free memory or a client, and each rank sends its own values.
 
-Generation thread: the model's collectives use its default CPU stream, and MLX does not order
-collectives on different streams.
+Generation thread: the model's collectives use this thread's default CPU stream, and MLX does not
+order collectives on different streams.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ logger = logging.getLogger(__name__)
 
 _HEAD = struct.Struct("<IIqq")
 """The fields of a message: the hash of its topic and noted values, its number, its value, and the
-bytes of a decision."""
+size of a decision in bytes."""
 _INLINE = 104
-"""The number of bytes of a decision that are sent in the first message."""
+"""The first message has this number of a decision's bytes; a second message has the rest."""
 PATIENCE_S = 120.0
 """A rank ends after this number of seconds without a message. No step takes as long."""
 LOADING_S = 1800.0
@@ -51,7 +51,7 @@ class Ranks:
     """The processes of one model; `size` is 1 if this process is alone.
 
     All ranks call every method except `watch` in the same order, with the same `what`. If a rank
-    makes another call, all ranks end: the results would be wrong.
+    does not, all ranks end: the results would be wrong.
     """
 
     def __init__(self, size: int, rank: int) -> None:
@@ -86,7 +86,7 @@ class Ranks:
         return bool(self.least(is_so, what))
 
     def first(self, decide: Callable[[], Decision], what: str) -> Decision:
-        """Return rank 0's decision; only rank 0 calls `decide`. Raises its exception."""
+        """Return rank 0's decision; only rank 0 calls `decide`, all ranks raise its exception."""
         return self.first_and_all(decide, 0, what)[0]
 
     def first_and_all(
@@ -112,7 +112,7 @@ class Ranks:
         return decision, [message[0] for message in messages]
 
     def told(self, value: Decision, what: str) -> Decision:
-        """Return the value of rank 0."""
+        """Return rank 0's `value`."""
         return self.first(lambda: value, what)
 
     def same(self, value: object, what: str) -> bool:
@@ -127,7 +127,7 @@ class Ranks:
         self._noted = crc32(str(value).encode(), self._noted)
 
     def _exchange(self, value: int, payload: bytes, what: str) -> list[tuple[int, int, bytes]]:
-        """Return each rank's value, the bytes of its payload, and the beginning of the payload."""
+        """Return each rank's value, and the size and the first bytes of each rank's payload."""
         self.n_messages += 1
         topic = crc32(what.encode(), self._noted), self.n_messages & 0xFFFFFFFF
         sent = _HEAD.pack(*topic, value, len(payload)) + payload[:_INLINE].ljust(_INLINE, b"\0")
@@ -192,7 +192,7 @@ class Ranks:
 
     def _listen(self, line: socket.socket) -> None:
         with suppress(OSError):
-            line.recv(1)  # no rank sends anything
+            line.recv(1)  # no rank sends anything: this ends with the connection
         if not self.is_ending:
             end(f"rank {self.rank} ends: another rank has ended")
 
@@ -242,7 +242,7 @@ def alone() -> Iterator[None]:
 
 def end(why: str) -> NoReturn:
     """End this process at once, with one line; the processes of the other ranks end with it."""
-    with suppress(OSError):  # the reader may also have ended
+    with suppress(OSError):  # the reader of stderr may have ended
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"kvpersist: {why}\n".encode())
     os._exit(1)
 

@@ -1,8 +1,8 @@
 """The long numeric check: a tiny model's live path gives the results of mlx-lm's caches.
 
-The reference is each sequence alone in mlx-lm's KVCache, over keys and values that `mx.quantize`
-and `mx.dequantize` have rounded. On the live path sequences are batched, join, leave, are
-cancelled, stored, and restored from disk while other sequences decode.
+For reference, each sequence runs alone with mlx-lm's KVCache, over keys and values that
+`mx.quantize` and `mx.dequantize` have rounded. On the live path sequences are batched, join, leave,
+are cancelled, stored, and restored from disk while other sequences decode.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PROMPTS = {
 }
 _CONTINUATION = [9, 8, 7, 6, 5]
 _NOISE = 0.02
-"""The error of logits (with a deviation of 1.6) if float32, or TF32, sums in another order."""
+"""The error of logits (standard deviation 1.6) if float32 or TF32 sums have another order."""
 _SHARE_OF_ROUNDING = 0.5
 _AMPLIFIED = 8
 """The largest factor by which two or three layers amplify an error of their keys and values."""
@@ -58,9 +58,9 @@ Precisions = Sequence[KVPrecision | None]
 def check_round_trip(
     choice: PrecisionChoice, attention: Strategy | Literal["auto"] = "auto"
 ) -> None:
-    """Check the live path in this precision, with the policy's attention, or always `attention`.
+    """Check the live path in this precision, with one strategy of attention, or the policy's.
 
-    It needs the patch of mlx-lm's attention. Raises SelfTestFailed if the live path is not taken or
+    mlx-lm's attention must be patched. Raises SelfTestFailed if the live path is not taken or
     gives other logits, and ModelNotSupported if dequantizing is wrong on this device.
     """
     model = tiny_model(head_dim=max(64, choice.group_size or 0))
@@ -86,8 +86,8 @@ def check_round_trip(
     references = [_reference(model, sequence.ids, precisions) for sequence in sequences]
     rounding = _rounding(model, precisions, sequences[0].ids, references[0])
     for sequence, reference in zip(sequences, references, strict=True):
-        # Both round equally, except for numbers so near to a rounding step that the order of a sum
-        # decides. Such numbers are few, so their error is a share of the rounding error.
+        # Path and reference round equally, except for a few numbers so near to a rounding step that
+        # the order of a sum decides. Their error is a share of the rounding error.
         share = _SHARE_OF_ROUNDING if len(sequence.ids) > GRID else 0.0
         tolerance = _NOISE + share * rounding
         expected = reference[mx.array(list(sequence.logprobs)) - 1]
@@ -104,7 +104,7 @@ def check_round_trip(
 class _RoundedKVCache(KVCache):  # type: ignore[misc]
     """mlx-lm's own cache with all tokens twice: first rounded keys and values, then exact ones.
 
-    The mask shows a query the exact tokens of its own block of the grid.
+    A query sees exact tokens in its own block of the grid, and rounded tokens before this block.
     """
 
     def __init__(self, precision: KVPrecision) -> None:
@@ -128,7 +128,7 @@ class _RoundedKVCache(KVCache):  # type: ignore[misc]
 
 
 def _rounded(x: mx.array, quantization: Quantization) -> mx.array:
-    """Quantize and dequantize `x` [B, H, T, 2**k]; its Hadamard transform is its own inverse."""
+    """Quantize and dequantize `x` [B, H, T, 2**k]; the Hadamard transform is its own inverse."""
     size, bits = quantization.group_size, quantization.bits
     x = mx.hadamard_transform(x) if quantization.rotated else x
     weights, *scales_and_biases = mx.quantize(x, group_size=size, bits=bits)
@@ -242,8 +242,8 @@ def _rounding(model: Any, precisions: Precisions, ids: list[int], rounded: mx.ar
     """Return how much rounded keys and values change logits, as a root mean square.
 
     `ids` are longer than a block of the grid; `rounded` is their reference. Raises SelfTestFailed
-    if this is more than the bits explain: 64 normal numbers span 5 deviations, so each is rounded
-    by 5 / sqrt(12) / (2^bits - 1) deviations.
+    if the change is more than the bits explain: 64 normal numbers span 5 deviations, so each is
+    rounded by 5 / sqrt(12) / (2^bits - 1) deviations.
     """
     quantized = [precision for precision in precisions if precision is not None]
     if not quantized:

@@ -47,8 +47,8 @@ def check_plugin(plugin: Any, options: Sequence[str] = (), provider: Any = None)
 def find_faults(plugin: Any, options: Sequence[str] = (), provider: Any = None) -> dict[str, str]:
     """Call every hook of a plugin; return the faults, by the name of the hook.
 
-    options: command line options of the plugin. provider: has `model`, `tokenizer` and `model_key`
-    like mlx-lm's ModelProvider; None: a tiny model without files. Raises
+    options: command line options of the plugin. provider: has `model`, `tokenizer`, `model_key` and
+    `cli_args` like mlx-lm's ModelProvider; None: a tiny model without files. Raises
     pluggy.PluginValidationError for a hook, or a hook's argument, that the server does not have.
     """
     plugins = manager.PluginManager()
@@ -104,7 +104,7 @@ class _Tested:
         """Return a function's result; record an error that would reach the server's client."""
         try:
             return act()
-        except RequestRefused:  # these hooks may raise it
+        except RequestRefused:  # a refusal is not a fault
             return None
         except Exception as error:
             self._faults.report(_NAME, hook, error)
@@ -177,7 +177,7 @@ class _Tested:
 
 
 def tiny_provider() -> Any:
-    """Return a model provider for plugins, with a model of two layers without files."""
+    """Return a model provider for plugins; its model has two layers and no files."""
     tokenizer = SimpleNamespace(has_chat_template=False, chat_template=None, eos_token_ids={0})
     args = Namespace(model="tiny", chat_template_args={}, plugin=[])
     key = ("tiny", None, None)

@@ -35,7 +35,7 @@ def parse_days(text: str) -> float:
 
 
 def parse_file(text: str) -> Path:
-    """Return a file as an absolute path. Shells do not expand `~` in --option=~/file."""
+    """Return a file as an absolute path. Expands `~`, which shells keep in --option=~/file."""
     try:
         return Path(text).expanduser().absolute()
     except RuntimeError as error:
