@@ -1,7 +1,7 @@
 """`mlx-lm-kvpersist bench`: the plugin against the stock server on this machine, with any model.
 
 Each server gets the same conversations: a new prompt, the next turn, and one more turn after `kill
--9`. The length of the prompts follows from a speed that is measured first.
+-9`. How long the prompts are depends on the stock server's speed, which is measured first.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _QUESTIONS = {
 _REPLY_TOKENS = {COLD: 16, HOT: 64, RESTARTED: 16}
 _CONVERSATIONS = 3
 _WORTH_REPEATING = 2048
-"""Prompts of at least this many tokens are more useful than more conversations."""
+"""Up to this number of tokens, longer prompts are more useful than more conversations."""
 _SLACK = 1.3
-"""A long prompt computes fewer tokens a second than the short prompt that was measured."""
+"""Extra time for a long prompt, with fewer tokens a second than the measured short prompt."""
 _SELF_TEST_S, _LONG_PROBE_S = 5.0, 0.5
 
 
@@ -153,7 +153,7 @@ def _speed(server: StartedServer) -> StockSpeed:
 def plan(model: str, speed: StockSpeed, limit_s: float, spent_s: float) -> tuple[int, int]:
     """Return the number of tokens of the prompts, and the number of conversations.
 
-    Raises KVPersistError if a run within `limit_s`, of which `spent_s` are over, is too short.
+    Raises KVPersistError if no run fits into `limit_s`, of which `spent_s` have passed.
     """
     room = max_context(model, None) or LENGTHS[-1]
     lengths = [n for n in LENGTHS if n + 512 <= room]
@@ -179,7 +179,7 @@ def plan(model: str, speed: StockSpeed, limit_s: float, spent_s: float) -> tuple
 
 
 def _rows(*sides: Side) -> list[dict[str, Any]]:
-    """Return the table's rows; if "times" is above 1, the plugin is faster."""
+    """Return the table's rows; if "times_as_fast" is above 1, the plugin is faster."""
     rows = []
     for state in _QUESTIONS:
         replies = [side.replies[state] for side in sides]
@@ -210,7 +210,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measured_conditions(name: str, path: Path) -> dict[str, Any]:
-    """Return the conditions of a measurement, as `machine.conditions` takes them."""
+    """Return the conditions of a measurement, for `machine.conditions`."""
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     n_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     return {
@@ -249,7 +249,7 @@ def row(
     reused: Sequence[float] | None = None,
     more_is_better: bool = False,
 ) -> dict[str, Any]:
-    """Return a row: the medians, and the median of the ratios. reused: tokens, by server."""
+    """Return a row: the medians, and the median of the ratios. reused: reused tokens by server."""
     pairs = [(b, a) if more_is_better else (a, b) for a, b in zip(stock, ours, strict=False)]
     return {
         "what": what,

@@ -1,7 +1,7 @@
 """`mlx-lm-kvpersist connect`: a client's configuration for this server, printed or written.
 
-A file that exists is merged, so its other settings stay. Next to each file that it writes, the
-command keeps a record of the former content, and `--undo` restores it.
+A file's other settings stay. Next to each file that the command writes, it saves the former
+content, which `--undo` restores.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _TITLE = "mlx-lm-kvpersist"
 _MODEL = "default_model"
 """The stock server's name for the model of `--model`."""
 _CLAUDE_MODEL = "claude-local"
-"""Names with this prefix mean the server's own model; Claude Code lists only such names."""
+"""Names that begin with "claude" mean the server's model; Claude Code lists only such names."""
 _NO_KEY = "none"
 _MAX_OUTPUT = 32_000
 
 
 @dataclass(frozen=True)
 class Client:
-    """How a client is started with its `files`, JSON or TOML.
+    """A client's `files`, JSON or TOML, and the command `start` that uses them.
 
     without_file: a command that needs no file. for_all: the files that change the client for all
         projects; the client then starts as usual.
@@ -134,7 +134,7 @@ def undo(name: str) -> None:
             continue
         record.unlink()
         for folder in written.get("folders", ()):
-            with suppress(OSError):  # it has other files, or does not exist
+            with suppress(OSError):  # the folder has other files, or is missing
                 Path(folder).rmdir()
         kept = "" if former == written["before"] else ", except for later changes"
         print(f"{file} is {'removed' if former is None else 'as it was'}{kept}.")
@@ -199,14 +199,14 @@ def _record_of(path: Path) -> Path:
 def _write(file: Path, settings: Settings) -> None:
     """Merge settings into a file and show the difference; first save the former content.
 
-    Raises ValueError if they cannot be merged, OSError or RuntimeError for an unusable file.
+    Raises ValueError if settings cannot be merged, OSError or RuntimeError for an unusable file.
     """
-    path = file.resolve()  # a link stays a link
+    path = file.resolve()  # write through links
     if path.exists() and not path.is_file():
         raise ValueError("it is not a regular file")
     before = _content(path)
     after = _text(settings, before or "")
-    after.encode()  # raises ValueError now, and not between the record and the file
+    after.encode()  # raises ValueError before anything is written
     if before == after:
         print(f"{file} already has all settings.\n")
         return
@@ -216,7 +216,7 @@ def _write(file: Path, settings: Settings) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     mode = 0o600 if before is None else path.stat().st_mode & 0o777
     record = _record_of(path)
-    if record.exists():  # from an earlier call
+    if record.exists():  # from an earlier `connect`
         with suppress(ValueError):  # somebody has removed the file
             written = json.loads(record.read_bytes())
             folders = written.get("folders", [])
@@ -239,7 +239,7 @@ def _text(settings: Settings, before: str) -> str:
         for header, lines in _tables(settings).items():
             old = tables.get(header, {})
             new = {key: line for key, line in lines.items() if key not in old}
-            tables[header] = new | old | lines  # `new` is before any value of several lines
+            tables[header] = new | old | lines  # `old` may end with a value of several lines
         text = _in_toml(tables, before)
         if sys.version_info >= (3, 11):  # Python 3.10 cannot read TOML
             import tomllib
@@ -284,7 +284,7 @@ def _expanded(value: Any, like: str, line: str, indent: str) -> str:
 def _tables(toml: str) -> dict[tuple[str, int], dict[tuple[str, int], str]]:
     """Return the lines of a TOML text: by their table's line ("" for the top), then by their key.
 
-    Both are numbered, because comments, blank lines and arrays of tables repeat.
+    Keys and table lines are numbered: comments, blank lines and arrays of tables repeat.
     """
     lines: dict[tuple[str, int], str] = {}
     tables = {("", 0): lines}
@@ -297,7 +297,7 @@ def _tables(toml: str) -> dict[tuple[str, int], dict[tuple[str, int], str]]:
 
 
 def _numbered(name: str, known: Collection[tuple[str, int]]) -> tuple[str, int]:
-    """Return the name and the lowest number that `known` does not have with it."""
+    """Return the first of (name, 0), (name, 1), … that `known` does not have."""
     return next((name, n) for n in count() if (name, n) not in known)
 
 
@@ -344,7 +344,7 @@ def _with(variables: Mapping[str, str], command: str) -> str:
 
 
 def claude(url: str, n_context: int | None) -> Client:
-    """Claude Code reads `env` of a settings file, otherwise a variable of the shell."""
+    """Claude Code reads `env` of a settings file, otherwise the shell's variables."""
     variables = {
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_AUTH_TOKEN": _NO_KEY,

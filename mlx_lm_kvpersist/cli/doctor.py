@@ -50,7 +50,7 @@ class Finding:
 
 
 def tried(name: str, check: Callable[[], str | None], advice: str = "") -> Finding:
-    """Run a check. It returns its result, None for "works"; an error is a fault with `advice`."""
+    """Run a check. It returns its result, None for "works"; if it raises, `advice` is given."""
     try:
         result = check() or "works"
     except KVPersistError as error:

@@ -18,7 +18,7 @@ from ..units import show_bytes
 _PACKAGES = ("mlx", "mlx-lm", "mlx-lm-kvpersist", "transformers")
 _SIZE, _REPEATS = 384, 3
 _SLOW_GFLOPS = 10.0
-"""A core computes several times this with OpenBLAS, a fifth with the reference BLAS."""
+"""With OpenBLAS, a core is several times as fast; with the reference BLAS, a fifth as fast."""
 
 
 def versions() -> dict[str, str]:
@@ -30,7 +30,7 @@ def versions() -> dict[str, str]:
 
 
 def device() -> dict[str, Any]:
-    """Return what MLX and the system report about the machine, and which BLAS replaces MLX's."""
+    """Return what MLX and the system report about the machine, and any preloaded library."""
     import mlx.core as mx
 
     preloaded = os.environ.get("LD_PRELOAD")
@@ -44,7 +44,7 @@ def device() -> dict[str, Any]:
 
 
 def cpu_gflops() -> float | None:
-    """Return 10^9 float32 operations a second of a matrix product, or None if MLX uses a GPU."""
+    """Return the GFLOP/s of a float32 matrix product, or None if MLX uses a GPU."""
     import mlx.core as mx
 
     matrix = mx.random.uniform(shape=(_SIZE, _SIZE))

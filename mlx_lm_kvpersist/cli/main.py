@@ -137,7 +137,7 @@ def _of_each_rank(run: Callable[..., Any], args: argparse.Namespace) -> int:
 
     folders = folders_of(args)
     if args.command == "why":
-        folders = folders[:1]  # clients ask rank 0
+        folders = folders[:1]  # only rank 0 has clients
     if len(folders) == 1:
         args.kvpersist_dir = folders[0]
         return int(run(args).tell(args))
@@ -178,8 +178,8 @@ def run_server(args: argparse.Namespace) -> int:
 def make_parser() -> CommandParser:
     """Return the parser of all commands.
 
-    It sets `run` ("module:function"), `command` (the command's first word) and `error`, which
-    ends the process with the command's usage and status 2.
+    The parser sets `run` ("module:function"), `command` (the command's first word) and `error`,
+    which ends the process with the command's usage and status 2.
     """
     parser = CommandParser(
         prog=PROG,

@@ -56,7 +56,7 @@ def reading(args: argparse.Namespace, *, check_all: bool = False) -> Iterator[In
     """Open the index of a store to read it; no lock is taken and nothing is repaired.
 
     `check_all` checks the whole index for damage, which takes half a minute for 10,000 sessions.
-    Raises OSError if SQLite cannot write files next to the index, which it does even to read.
+    Raises OSError if SQLite cannot write files next to the index, which it needs even to read.
     """
     files = existing(args)
     folder = files.folder

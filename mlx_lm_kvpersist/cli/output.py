@@ -199,7 +199,7 @@ def table(
 
 
 def record(fields: Mapping[str, Any]) -> Table:
-    """Return a table of one record of JSON values: a line for each field, in words."""
+    """Return a record of JSON values as a table: a line for each field, in words."""
     return table(["", ""], [(_label(name), _cell(name, fields[name], 200)) for name in fields])
 
 

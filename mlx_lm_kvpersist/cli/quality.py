@@ -30,7 +30,7 @@ REFERENCE = "16"
 
 _MIN_TOKENS = 64
 _WINDOW, _STRIDE = 1024, 512
-"""The number of tokens of a text that the model sees at once, and by which this window advances."""
+"""Tokens of a text that the model sees at once (a window), and by which the window advances."""
 _REPLY_TOKENS = 24
 _TOOL_TOKENS = 64
 _TOOL_CHARS = 3000
@@ -98,7 +98,8 @@ def _judged(
 ) -> dict[str, dict[str, int | None] | None]:
     """Return a row's fields about replies, and about tool calls; None if none was tried.
 
-    `same` counts answers that begin, or call, like `own`, the answers in the model's own precision.
+    `own` has the answers in the model's own precision; `same` counts answers with the same first
+    tokens, or with the same call.
     `found` counts answers with the hidden number, or with the `expected` tool call.
     """
     first = slice(checks.FIRST_TOKENS)

@@ -26,7 +26,7 @@ MakeCache = Callable[[], list[Any]]
 """Returns an empty prompt cache."""
 
 FIRST_TOKENS = 16
-"""Replies count as the same if this number of first tokens is the same."""
+"""Replies count as the same if their first tokens, of this number, are equal."""
 
 Window = tuple[list[int], int]
 """Ids, and how many of the first ids are only read; the later ids are predicted."""
@@ -120,9 +120,9 @@ def replies_to(
     max_tokens: int,
     ends: set[int],
 ) -> list[list[int]]:
-    """Return the greedy reply to each prompt, up to but without one of `ends`.
+    """Return the greedy reply to each prompt, which stops before any of `ends`.
 
-    The beginning of all prompts is computed once, up to the end of a block of the grid.
+    The prompts' common beginning is computed once, up to the end of a block of the grid.
     """
     step = partial(generate_step, model=model, prefill_step_size=GRID)
     alike = takewhile(lambda ids: len(set(ids)) == 1, zip(*(p[:-1] for p in prompts), strict=False))
@@ -172,8 +172,8 @@ def _rendered(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> lis
 def tool_prompts(tokenizer: Any, text: str) -> list[tuple[list[int], Any]]:
     """Return a chain of calls: each prompt's ids, and the call that should follow.
 
-    Each prompt has the calls before it. A template without tools gives no prompt, and a template
-    without calls gives one prompt.
+    Each prompt has the earlier calls. A template that omits tools gives no prompt, and a template
+    that omits calls gives one prompt.
     """
     content = f"{text}\n\nHow many metres high is the water at each of these locks: "
     content += f"{', '.join(LOCKS)}? Use the tool for one after the other, in this order."

@@ -128,7 +128,7 @@ def check_startup(server_options: Sequence[str] = ()) -> None:
 
 
 def check_numbers(server_options: Sequence[str] = ()) -> str:
-    """Check a tiny model's numbers; return what was compared. Raises as `check_round_trip`."""
+    """Check a tiny model's numbers; return what was compared. Raises like `check_round_trip`."""
     parser = argparse.ArgumentParser()
     add_options(parser)
     args, _ = parser.parse_known_args(server_options)

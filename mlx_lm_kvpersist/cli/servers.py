@@ -1,4 +1,4 @@
-"""Running servers: clients of them, and subprocesses to measure or kill."""
+"""Requests to running servers, and servers in subprocesses, to measure or kill."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def ask(url: str, path: str, body: Any = None, timeout_s: float = 10.0) -> Any:
 
 
 def _no_answer(url: str, error: Exception) -> KVPersistError:
-    reason = getattr(error, "reason", error)  # a URLError encloses it
+    reason = getattr(error, "reason", error)  # a URLError has the cause
     return KVPersistError(
         f"no answer from {url} ({reason}); start the server, or give a running server's URL"
     )

@@ -52,7 +52,7 @@ _ORDERS: dict[str, Callable[[Index, Session], Any]] = {
     "tokens": lambda index, session: -session.n_tokens,
     "name": lambda index, session: (not (name := _name(index, session)), name.casefold()),
 }
-"""Each word after --sort has a key for a session."""
+"""The sort key of a session, by the word after --sort."""
 
 
 def choose(index: Index, wanted: str) -> Session:

@@ -19,7 +19,7 @@ WRITTEN_S = 2.0
 """How long to wait for a record: a server writes it to the store shortly after the reply."""
 _LOOK_AGAIN_S = 0.05
 _NO_PARTS = ("total", "weights", "active", "waiting", "pressure")
-"""Fields of the statistics' `memory` that are not parts of its total."""
+"""Fields of the statistics' `memory` that are not parts of the total."""
 
 
 def run(args: argparse.Namespace) -> Report:
