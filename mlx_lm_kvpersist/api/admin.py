@@ -53,7 +53,7 @@ class Answer(NamedTuple):
 
 
 def answering(answer: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """Return a route's function, which sends the result of `answer` or the refusal that it raises.
+    """Return a route's function, which sends the result of `answer` or its refusal.
 
     answer: takes the HTTP handler; returns an Answer, only its content, or None if it has replied.
     """
@@ -118,12 +118,12 @@ def operator_change(
 def check_operator(handler: Any, key: str | None) -> None:
     """Refuse a request that is not the operator's; see `operator_route`.
 
-    This machine's address proves nothing: a proxy here has it, and so has a browser here with a
-    hostile page, whose host name may resolve to this machine. The headers reveal both cases.
+    This machine's address proves nothing: a proxy here has it, and so has a browser with a hostile
+    page whose name resolves to this machine. The headers reveal both cases.
     """
     address, headers = handler.client_address[0], handler.headers
     if key is not None:
-        # http.server decodes headers as Latin-1: restore the bytes that were sent.
+        # http.server decodes headers as Latin-1: undo that.
         sent = headers.get("Authorization", "").encode("latin-1", "replace")
         if not hmac.compare_digest(sent, f"Bearer {key}".encode()):
             why = f"expected the header Authorization: Bearer KEY, with the server's {KEY_VARIABLE}"
@@ -235,7 +235,7 @@ def session_changes(
     *,
     with_text: bool,
 ) -> dict[str, Callable[[dict[str, Any]], Any]]:
-    """Return functions, by path: each takes a request's body and selects or changes sessions.
+    """Return functions by path; by a request's body, they select, change or export sessions.
 
     sessions: returns the store's `StoredSessions`. forget: see `AgentsAPI`. with_text: whether the
     first words of conversations are searched, too.

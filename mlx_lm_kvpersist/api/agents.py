@@ -1,6 +1,6 @@
 """Agents: sessions with a fixed beginning, which is computed before the first question.
 
-The server forgets all agents when it ends. Their sessions stay in the store.
+The server forgets agents when it ends. Their sessions stay in the store.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Call = Callable[[Any, Body], Any]
 
 @dataclass
 class Agent:
-    """`beginning` has fields of a chat completion, which every request to the agent gets."""
+    """`beginning` has the fields of a chat completion that each request to the agent gets."""
 
     id: str
     namespace: str
@@ -86,7 +86,7 @@ class Service:
 
 
 def name_session(headers: Headers, name: str) -> None:
-    """Give a request this session name, in place of any name that its client sent."""
+    """Give a request this session name, in place of its client's."""
     del headers["X-Session-ID"]
     headers["X-Session-ID"] = name
 
@@ -94,7 +94,7 @@ def name_session(headers: Headers, name: str) -> None:
 class AgentsAPI:
     """Answers `/v1/agents`. A request sees only the agents of its own namespace.
 
-    forget: takes a session's name and namespace, and removes the records of the session's requests.
+    forget: removes the records of a session's requests, by the session's name and namespace.
     """
 
     def __init__(self, service: Service, forget: Callable[[str, str], None]) -> None:
@@ -151,7 +151,7 @@ class AgentsAPI:
             if agent.beginning["messages"]:
                 with self._running(handler.headers, agent):
                     n_prompt, n_cached = handler.prefill(agent.beginning)
-                # Wait until the session is on disk. If a slow disk takes too long, keep the agent.
+                # Wait until the session is on disk. A slow disk is no error.
                 with suppress(RequestRefused):
                     self._service.sessions().changed(lambda disk: None)
                 prefilled = {"tokens": n_prompt, "reused": n_cached}
@@ -323,7 +323,7 @@ def warm(service: Service, handler: Any, name: str, content: Any) -> Any:
 def warm_at_start(
     service: Service, files: Sequence[Path], serve: Callable[[Callable[[Any], None]], None]
 ) -> None:
-    """Compute and pin the files' prompts, one after another, in a separate thread that logs them.
+    """Warm the files, one after another, in a separate thread; the log has the results.
 
     serve: see the hook `started`.
     """

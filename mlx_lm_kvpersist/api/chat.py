@@ -19,7 +19,7 @@ _MAX_DEPTH = 6
 
 
 def max_tokens(name: str, n: Any) -> int:
-    """Return a client's limit of tokens, moved into the range that stock accepts."""
+    """Return a client's limit of tokens, moved into stock's range."""
     require(isinstance(n, int) and not isinstance(n, bool), name, n, "an integer")
     return min(max(int(n), 1), _MAX_TOKENS)
 

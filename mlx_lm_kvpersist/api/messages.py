@@ -154,7 +154,7 @@ def _assistant(name: str, content: Any) -> Message:
 
 
 def _user(name: str, content: Any, tools: Mapping[str, Any]) -> Iterator[Message]:
-    """Yield a message for each tool's result, and one for the content before, between or after."""
+    """Yield a message for each tool's result, and messages for the content around results."""
     if isinstance(content, str):
         yield {"role": "user", "content": content}
         return
@@ -174,7 +174,7 @@ def _user(name: str, content: Any, tools: Mapping[str, Any]) -> Iterator[Message
 
 
 def _result(name: str, content: Any, tools: Mapping[str, Any]) -> list[Part]:
-    """Return the parts of a tool's result; the tool's definition replaces a reference to a tool."""
+    """Return the parts of a tool's result; a reference to a tool becomes its definition."""
     read: list[Part] = []
     for place, block in _blocks(name, content):
         if block.get("type") == "tool_reference":

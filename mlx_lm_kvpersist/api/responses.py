@@ -53,7 +53,7 @@ _ECHOED: dict[str, Any] = {
 class ResponsesAPI:
     """Parses requests to Responses, and makes error replies to them."""
 
-    refuses_in_stream = True  # Codex compacts only after `response.failed` with a code
+    refuses_in_stream = True  # Codex compacts only if `response.failed` has the error's code
 
     def parse(self, body: dict[str, Any], headers: Headers) -> Request:
         if name := next(filter(body.get, _STATEFUL), None):
@@ -83,7 +83,7 @@ class ResponsesAPI:
 def _tools(
     place: str, tools: Any, namespace: str, names: dict[str, tuple[str, str]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield functions in a chat completion's form; a namespace's name is a prefix of its tools'.
+    """Yield functions in a chat completion's form; a tool's namespace becomes a prefix of its name.
 
     names: filled here; maps the name that the model reads to the client's namespace and name.
     """
