@@ -1,9 +1,9 @@
 """Makes `--plugin` work in `mlx_lm.server`; standard library only, since the .pth runs it.
 
-`install` puts a finder in front of `sys.meta_path`. With the real finder and loader, it imports
-`mlx_lm.server`, and wraps the server's `main` so that plugins are loaded first. While mlx_lm is
-imported, garbage collection is off: imports leave no garbage, and the search for it would take a
-tenth of the time. Every error ends the process with one line.
+`install` puts a finder in front of `sys.meta_path`. The real finders and loader still import
+`mlx_lm.server`; then its `main` is wrapped, and loads the plugins first. While mlx_lm is imported,
+garbage collection is off: imports leave no garbage, and the search for it takes a tenth of the
+time. Every error ends the process with one line.
 """
 
 from __future__ import annotations

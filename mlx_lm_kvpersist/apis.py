@@ -41,7 +41,7 @@ class Usage(NamedTuple):
 class ReplyFormat(Protocol):
     """Makes the events of an API from the parts of one reply.
 
-    `wait` is called on the clients' thread, all else on the HTTP thread, one call at a time.
+    `wait` is called on the clients' thread, other methods on the HTTP thread, one at a time.
     """
 
     @property

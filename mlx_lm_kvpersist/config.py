@@ -34,7 +34,7 @@ MAX_LOSS_S = 2.0
 """Seconds of computing that kill -9 may cost a conversation with windows or recurrent layers: if
 computing takes longer, a checkpoint is written at once."""
 MIN_PREFILL_BYTES = GIB // 2
-"""A chunk of a prompt may take this much memory, or more: a sixteenth of the device's."""
+"""A chunk of a prompt may take this much memory, or a sixteenth of the device's if more."""
 KV_BITS = {
     "k8v4": PrecisionChoice(),
     "4": PrecisionChoice(4, 4),
@@ -63,7 +63,7 @@ class Config:
     warm: tuple[Path, ...] = ()
     """Files of prompts that are computed at the start."""
     prompt_lookup: bool = True
-    """Whether to draft the ids that followed the same ids before (prompt lookup)."""
+    """Whether to draft the ids that followed the same last ids earlier (prompt lookup)."""
     attention: Strategy | Literal["auto"] = "auto"
     """"auto", or the strategy (see cache/live/attention.py) that every layer takes if it can."""
     max_stall_s: float = 0.25

@@ -64,8 +64,8 @@ class TokenText:
     bytes decode to a replacement character: ask `covers` before comparing texts.
 
     `image_ids` defines the text of an image. Ordinary tokens can spell this text, and the text of
-    control tokens, so equal texts stand for the same prompt only if their `controls` are equal,
-    too. Encoding a control token's text always gives the control token.
+    control tokens, so texts are the same prompt only if their `controls` are equal, too. Encoding a
+    control token's text always gives the control token.
     """
 
     def __init__(self, pieces: Mapping[int, bytes], controls: Iterable[int] = ()) -> None:
@@ -211,8 +211,8 @@ class BlockSource(Protocol):
     ) -> Sequence[Block]:
         """Return at most `limit` blocks that continue `parent`.
 
-        `ahead` is the next text, or the next packed ids, of a prompt: blocks that share less with
-        it than other blocks may be left out.
+        `ahead` is the next text, or the next packed ids, of a prompt: blocks that share less of it
+        than others may be left out.
         """
 
 
@@ -270,12 +270,12 @@ def match_prompt(
     tokens: TokenText | None = None,
     packed_ids: bytes = b"",
 ) -> Match:
-    """Find a prompt's longest stored prefix; it ends with a whole token, and not inside an image.
+    """Find a prompt's longest stored prefix of whole tokens and whole images.
 
     With `tokens`, the prompt is a text; otherwise it is packed ids, and `n_chars` counts bytes.
     `packed_ids` are the ids of the text, if `tokens` covers them all, and thus every block with the
-    same ids. The match then ends before a control token that the prompt or the store, but not both,
-    spells with ordinary tokens.
+    same ids. The match then ends before a control token that the store or the prompt spells with
+    ordinary tokens.
     """
     best, n_best, n_used = None, 0, 0
     steps = _steps(source, root, prompt, tokens, packed_ids)
@@ -286,7 +286,7 @@ def match_prompt(
         n_tokens, n_chars = _cut(step, prompt, tokens)
         n_more = step.position + n_chars - n_best
         if best is not None and n_more == 0 and not step.node.has_text_only:
-            # An image's other tokens add no characters: compare the numbers of tokens.
+            # An image's other tokens add no characters: compare tokens.
             n_more = step.node.start + n_tokens - best.node.start - n_used
         if n_tokens and n_more > 0:
             best, n_best, n_used = step, step.position + n_chars, n_tokens
@@ -347,7 +347,7 @@ def _steps(
 ) -> list[_Step]:
     """Return all blocks that agree with the prompt, at least in part, the longest agreement first.
 
-    An index may be damaged, so a block is skipped unless its start is right and its key is the hash
+    An index may be damaged: a block is skipped unless its start is right, and its key is the hash
     of its ids.
     """
     steps: list[_Step] = []
@@ -433,8 +433,7 @@ MAX_ALIKE = 64
 _MAX_STEPS = 64
 
 Find = Callable[[Literal[">", "<="], "str | bytes"], list[Block]]
-"""Finds the first block whose text or ids are greater (">"), or the last whose text or ids are not,
-with all its equals ("<=")."""
+"""Finds the first block with greater text or ids (">"), or the last before it and equals ("<=")."""
 
 
 def nearest(ahead: str | bytes, find: Find) -> list[Block]:
@@ -505,7 +504,7 @@ def splice(
 def _ends(ids: Sequence[int], text: str, tokens: TokenText) -> Sequence[float]:
     """Return each token's end in bytes, or in characters if `text` has a replacement character.
 
-    Bytes do not fit such a text: a replacement character of three bytes may stand for one. Counting
+    There, a character of three bytes may stand for one invalid byte. Otherwise, counting
     bytes takes a tenth of the time. An end inside a character counts as half a character.
     """
     if REPLACEMENT in text:

@@ -210,10 +210,10 @@ class KVPersistPlugin:
             state.saved_s = model.speed.pace.seconds(0, n_reused)
         record = self._log.add(state.record(name, outcome, precision))
         state.outcome = outcome
-        # How many tokens stock computes is unknown: it has its own cache.
+        # Unknown for stock, which has its own cache.
         n_computed = 0 if outcome.kind is Kind.STOCK else outcome.n_prompt - n_reused
         self._metrics.count(outcome.kind.value, n_computed)
-        if self._store is not None and n_reused:  # only on the generation thread
+        if self._store is not None and n_reused:  # only on the generation thread: no lock
             self._store.reused_tokens[RAM] += n_reused - n_restored
             self._store.reused_tokens[outcome.tier] += n_restored
         logger.info("kvpersist: %s (%s)", record["sentence"], state.id)

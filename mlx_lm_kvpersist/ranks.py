@@ -37,7 +37,7 @@ _HEAD = struct.Struct("<IIqq")
 """The fields of a message: the hash of its topic and noted values, its number, its value, and the
 size of a decision in bytes."""
 _INLINE = 104
-"""The first message has this number of a decision's bytes; a second message has the rest."""
+"""The first message has this number of a decision's bytes, a second the rest."""
 PATIENCE_S = 120.0
 """A rank ends after this number of seconds without a message. No step takes as long."""
 LOADING_S = 1800.0
@@ -127,7 +127,7 @@ class Ranks:
         self._noted = crc32(str(value).encode(), self._noted)
 
     def _exchange(self, value: int, payload: bytes, what: str) -> list[tuple[int, int, bytes]]:
-        """Return each rank's value, and the size and the first bytes of each rank's payload."""
+        """Return each rank's value, and the size and first bytes of the rank's payload."""
         self.n_messages += 1
         topic = crc32(what.encode(), self._noted), self.n_messages & 0xFFFFFFFF
         sent = _HEAD.pack(*topic, value, len(payload)) + payload[:_INLINE].ljust(_INLINE, b"\0")

@@ -104,7 +104,7 @@ def check_round_trip(
 class _RoundedKVCache(KVCache):  # type: ignore[misc]
     """mlx-lm's own cache with all tokens twice: first rounded keys and values, then exact ones.
 
-    A query sees exact tokens in its own block of the grid, and rounded tokens before this block.
+    A query sees exact tokens in its own block of the grid, and rounded tokens before.
     """
 
     def __init__(self, precision: KVPrecision) -> None:
