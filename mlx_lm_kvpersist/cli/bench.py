@@ -1,7 +1,7 @@
 """`mlx-lm-kvpersist bench`: the plugin against the stock server on this machine, with any model.
 
 Each server gets the same conversations: a new prompt, the next turn, and one more turn after `kill
--9`. How long the prompts are depends on the stock server's speed, which is measured first.
+-9`. The length of the prompts depends on the stock server's speed, which is measured first.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _CONVERSATIONS = 3
 _WORTH_REPEATING = 2048
 """Up to this number of tokens, longer prompts are more useful than more conversations."""
 _SLACK = 1.3
-"""Extra time for a long prompt, with fewer tokens a second than the measured short prompt."""
+"""A factor of time: long prompts compute fewer tokens a second than the measured prompt."""
 _SELF_TEST_S, _LONG_PROBE_S = 5.0, 0.5
 
 

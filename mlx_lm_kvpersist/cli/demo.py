@@ -104,7 +104,7 @@ def make_model(folder: Path) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config))
     weights = dict(tree_flatten(llama.Model(llama.ModelArgs.from_dict(config)).parameters()))
-    # A token without weights has the logit 0, and is never chosen: another logit is above 0.
+    # A token without weights has the logit 0, which is never the highest.
     printable = [tokenizer.decode([i]).isascii() and i > 1 for i in range(n_tokens)]
     weights["lm_head.weight"] *= mx.array(printable)[:, None]
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})

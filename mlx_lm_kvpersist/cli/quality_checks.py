@@ -26,7 +26,7 @@ MakeCache = Callable[[], list[Any]]
 """Returns an empty prompt cache."""
 
 FIRST_TOKENS = 16
-"""Replies count as the same if their first tokens, of this number, are equal."""
+"""Two replies count as the same if this number of first tokens is equal."""
 
 Window = tuple[list[int], int]
 """Ids, and how many of the first ids are only read; the later ids are predicted."""

@@ -75,7 +75,7 @@ def ask(url: str, path: str, body: Any = None, timeout_s: float = 10.0) -> Any:
 
 
 def _no_answer(url: str, error: Exception) -> KVPersistError:
-    reason = getattr(error, "reason", error)  # a URLError has the cause
+    reason = getattr(error, "reason", error)  # the cause of a URLError
     return KVPersistError(
         f"no answer from {url} ({reason}); start the server, or give a running server's URL"
     )

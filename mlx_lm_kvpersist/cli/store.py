@@ -219,8 +219,8 @@ def key(args: argparse.Namespace) -> int:
 class Segment:
     """Blocks that `n_sessions` share; `words` is the beginning of their text.
 
-    `tree_bytes` and `used` (seconds since 1970) include the segments after it: only the end of a
-    chain is marked as used. `ending`: sessions that end in this segment.
+    `tree_bytes` and `used` (seconds since 1970) include the segments after it, because only the end
+    of a chain is marked as used. `ending`: sessions that end in this segment.
     """
 
     number: int
