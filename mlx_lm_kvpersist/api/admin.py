@@ -123,9 +123,7 @@ def check_operator(handler: Any, key: str | None) -> None:
     """
     address, headers = handler.client_address[0], handler.headers
     if key is not None:
-        # http.server decodes headers as Latin-1: undo that.
-        sent = headers.get("Authorization", "").encode("latin-1", "replace")
-        if not hmac.compare_digest(sent, f"Bearer {key}".encode()):
+        if not _has_key(headers, key):
             why = f"expected the header Authorization: Bearer KEY, with the server's {KEY_VARIABLE}"
             more = "commands read the key from a variable of this name"
             raise RequestRefused(f"{why}; {more}", 403)
@@ -148,9 +146,15 @@ def check_operator(handler: Any, key: str | None) -> None:
     )
 
 
+def _has_key(headers: Message, key: str | None) -> bool:
+    # http.server decodes headers as Latin-1: undo that.
+    sent = headers.get("Authorization", "").encode("latin-1", "replace")
+    return key is not None and hmac.compare_digest(sent, f"Bearer {key}".encode())
+
+
 def check_site(headers: Message, key: str | None) -> None:
-    """Without a key, refuse a browser's request from a page of another server."""
-    if key is not None:
+    """Refuse a browser's request from a page of another server, unless it has the server's key."""
+    if _has_key(headers, key):
         return
     origin, site = headers.get("Origin"), headers.get("Sec-Fetch-Site", "same-origin")
     if origin is not None and origin.partition("://")[2] != headers.get("Host", ""):

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from mlx_lm_kvpersist.api.admin import check_operator, is_loopback, root_view
+from mlx_lm_kvpersist.api.admin import check_operator, check_site, is_loopback, root_view
 from mlx_lm_kvpersist.errors import RequestRefused
 from mlx_lm_kvpersist.host.hooks import Route, hookimpl
 from mlx_lm_kvpersist.host.patching.probes import answer
@@ -79,6 +79,18 @@ def test_with_a_key_only_requests_with_that_key_are_admitted(
     for address in ("127.0.0.1", "203.0.113.9"):
         sent = {"Host": "public.example", "Authorization": authorization}
         assert (why_refused(address, sent, "secret") == "") is is_admitted
+
+
+@pytest.mark.parametrize(("key", "sent"), [(None, ""), ("secret", ""), ("secret", "Bearer other")])
+def test_pages_of_other_sites_need_the_key(key: str | None, sent: str) -> None:
+    headers = Message()
+    headers["Host"], headers["Origin"] = "127.0.0.1:8080", "https://evil.example"
+    headers["Authorization"] = sent
+    with pytest.raises(RequestRefused, match=r"Origin is 'https://evil\.example'"):
+        check_site(headers, key)
+    headers.replace_header("Authorization", "Bearer secret")
+    if key is not None:
+        check_site(headers, key)
 
 
 def test_is_loopback_accepts_only_loopback_hosts() -> None:
