@@ -51,11 +51,11 @@ class RamFirst:
         self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
     ) -> list[Block]:
         children = self.store.pool.children(parent, ahead, limit) if parent in self.complete else ()
-        return list(children) or self.store.children(parent, ahead, limit)  # or evicted since
+        return list(children) or self.store.children(parent, ahead, limit)  # also if evicted
 
 
 class BlockStore:
-    """Blocks and checkpoints by key, in tiers. The generation thread reads and submits commits."""
+    """Blocks and checkpoints by key, in tiers. The generation thread reads and commits them."""
 
     def __init__(self, folder: Path, limits: StoreLimits, encryption: Encryption = PLAIN) -> None:
         self.folder = folder
@@ -71,11 +71,11 @@ class BlockStore:
         self.n_changes = 0
         """Grows when blocks are added or removed, so that a prompt may be matched again."""
         self.disk = DiskStore(folder, limits, check_all=False, encryption=encryption)
-        self.disk.lock.is_patient = True  # only the writer waits for it
+        self.disk.lock.is_patient = True  # only the writer waits
         self.writer = Writer(_queue_bytes(limits.max_ram_bytes), self._save)
         self.disk_tier = DiskTier(self.disk, self.writer, self._failed)
         self.index, self.view = self.disk.index, self.disk_tier.view
-        """The index, which raises errors, and for serving threads a view, which raises none."""
+        """The index raises errors. Serving threads use the view, which raises none."""
         self.runs = StoredRuns(self.index)
         self.pool = BlockPool(limits.max_ram_bytes)
         self.disk.forgotten = partial(self.pool.set_stored, is_stored=False)
@@ -92,7 +92,7 @@ class BlockStore:
         return self.pool, *self.below
 
     def add(self, tier: ReadTier) -> None:
-        """Use another tier below the disk. Call it before anything is served."""
+        """Use another tier below the disk. Call this before anything is served."""
         self.below.append(tier)
         self.lower.append(tier)
 
@@ -103,7 +103,7 @@ class BlockStore:
         max_bytes: int | None = None,
         replies_of: RepliesOf = lambda root, messages: {},
     ) -> None:
-        """Use a shared store of at most `max_bytes`. Call it before anything is served."""
+        """Use a shared store of at most `max_bytes`. Call this before anything is served."""
         from .shared import SharedTier
         from .shared_objects import SharedObjects  # most servers share nothing and start sooner
 
@@ -124,13 +124,13 @@ class BlockStore:
     def children(
         self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
     ) -> list[Block]:
-        """Return the blocks that continue `parent`, of all tiers; see `BlockSource.children`."""
+        """Return the blocks that continue `parent`, from all tiers; see `BlockSource.children`."""
         tiers = reversed(self.tiers)
         blocks = {b.key: b for tier in tiers for b in tier.children(parent, ahead, limit)}
         return list(blocks.values())[:limit]
 
     def ram_first(self, root: bytes, prompt: str | bytes) -> RamFirst:
-        """Return a source of the same blocks that asks the tiers below RAM once for a prompt."""
+        """Return a source of blocks. One query to each tier below RAM finds where RAM suffices."""
         path: dict[bytes, bytes] = {}
         parent: bytes | None = root
         position = 0
@@ -156,7 +156,7 @@ class BlockStore:
         return next((tier.name for tier in upper if key in tier), last.name)
 
     def checkpoints(self, blocks: Sequence[bytes]) -> dict[bytes, list[Checkpoint]]:
-        """Return, by key of their block, the checkpoints of all tiers."""
+        """Return the checkpoints of blocks in all tiers, by the block's key."""
         tiers = reversed(self.tiers)
         checkpoints = {c.key: c for tier in tiers for c in tier.checkpoints(blocks)}
         by_block: dict[bytes, list[Checkpoint]] = {}
@@ -167,7 +167,7 @@ class BlockStore:
     # Remove.
 
     def lose(self, block: Record, reason: str) -> None:
-        """Remove a bad record, with a block's checkpoints, from all tiers. Any thread."""
+        """Remove a bad record from all tiers, a block with its checkpoints. Any thread."""
         self._lose_from(self.lower, block, reason)
 
     def _lose_from(self, tiers: Iterable[LowerTier], block: Record, reason: str | None) -> None:
@@ -183,7 +183,7 @@ class BlockStore:
     # Add.
 
     def put(self, blocks: Iterable[tuple[Record, Arrays]]) -> None:
-        """Put blocks into RAM while there is room."""
+        """Put records into RAM, not pinned."""
         for block, arrays in blocks:
             self.pool.put(KVBlock.of(block, arrays))
         self.n_changes += 1
@@ -197,8 +197,8 @@ class BlockStore:
     ) -> None:
         """Put a commit's new records into RAM, and save the commit in the background.
 
-        Unsaved records stay in RAM. Checkpoints that can be computed again within `loss_s` are
-        postponed. Earlier blocks of the `chain` that only a tier below the disk has are also saved.
+        Unsaved records stay in RAM. Computing the checkpoints again takes `loss_s`: if that is
+        short, they are postponed. Earlier blocks of `chain` that the disk lacks are also saved.
         """
         entries = {block.key: KVBlock.of(block, arrays) for block, arrays in new}
         keys = [block.key for block in commit.blocks]
@@ -217,7 +217,7 @@ class BlockStore:
             self.writer.postpone(keys[-1], later_task, has_ended=commit.leaf is not None)
 
     def _lacking(self, commit: Commit, chain: Sequence[Block]) -> list[Block]:
-        """Return the last blocks before a commit that the disk lacks, if a tier below has more."""
+        """Return the blocks just before a commit that are not on disk, if a lower tier exists."""
         if len(self.below) == 1 or not commit.blocks:
             return []
         before = (block for block in reversed(chain) if block.start < commit.blocks[0].start)
@@ -283,7 +283,7 @@ class BlockStore:
         self.writer.submit(run, is_note=True)
 
     def touch(self, chain: Sequence[bytes], checkpoints: Sequence[Checkpoint] = ()) -> None:
-        """Mark a chain's blocks, by key, and checkpoints as used and proven by a restore."""
+        """Mark blocks (given by key) and checkpoints as used, and as proven by a restore."""
         self.pool.touch([*chain, *(block.key for block in checkpoints)], proven=True)
         self.change_index("mark used blocks", lambda index: index.touch(chain[-1], checkpoints))
 
@@ -294,8 +294,8 @@ class BlockStore:
     def stats(self, *, all_files: bool = True) -> dict[str, Any]:
         """Return numbers and bytes of the records in each tier, and counts of events. Any thread.
 
-        "written_last_hour_bytes" counts the bytes of all processes, "written_turn_bytes" is the
-        mean of this process's turns. If `all_files` is false, no folder is read.
+        "written_last_hour_bytes" counts what all processes wrote; "written_turn_bytes" is the mean
+        of this process's turns. If `all_files` is false, no folder is read.
         """
         all_tiers: Sequence[BlockPool | LowerTier] = [self.pool, *self.lower]
         tiers: dict[str, dict[str, Any]] = {
@@ -349,7 +349,7 @@ class BlockStore:
     def _save(self, tasks: Sequence[Task]) -> None:
         """Write the commits of tasks. The blocks of a commit that fails stay in RAM, not pinned.
 
-        Notes share a transaction. If one note fails, the next notes are written.
+        Notes share a transaction. If one note fails, the other notes are written.
         """
         if tasks[0].is_note:
             self.disk_tier.change("note the reuse of blocks", partial(self._note, tasks))
@@ -376,7 +376,7 @@ class BlockStore:
                 task.run()
 
     def _bring_to_disk(self, commits: Sequence[Commit]) -> None:
-        """Save the blocks that only a tier below the disk has, one at a time: RAM may lack room."""
+        """Save the blocks that only a lower tier has, one at a time, because RAM may lack room."""
         for commit in commits:
             for block in commit.blocks:
                 if block.key in self.pool or block.key in self.disk_tier:
@@ -385,7 +385,7 @@ class BlockStore:
                     self.disk_tier.store([Commit(commit.root, (block,))], {block.key: entry}.get)
 
     def _set_saved(self, commit: Commit) -> None:
-        # A chunk or a remembered reply may fit although no turn fits.
+        # Only a turn clears failures: chunks and replies may fit although no turn fits.
         if commit.leaf and commit.records:
             self.turns_saved += 1
             self._failures.clear()
@@ -399,7 +399,7 @@ class BlockStore:
         for replaced, successor in commit.leaf.replaced if commit.leaf else ():
             old, new = self.pool.get(replaced), self.pool.get(successor)
             if old and new and old.arrays.keys() != new.arrays.keys():
-                # The longer block is quantized: a prompt that ends in the old block needs it.
+                # The longer block is quantized: the old block stays for prompts that end in it.
                 self.pool.set_stored([replaced], is_stored=False)
             else:
                 self.pool.drop_unpinned(replaced)
@@ -407,12 +407,12 @@ class BlockStore:
             self.pool.drop_unpinned(checkpoint.key)
 
     def _failed(self, what: str, error: Exception) -> None:
-        # A full disk can fail with several errors.
+        # One kind for a full disk, which can raise several errors.
         kind = f"{what}: {'limit' if isinstance(error, StoreError) else 'disk'}"
         self._failures.add(kind)
         if isinstance(error, sqlite3.Error) and is_damage(error) and not self._is_damaged:
             self._is_damaged = True
-            self.writer.submit(self.disk_tier.sweep)  # it rebuilds the index
+            self.writer.submit(self.disk_tier.sweep)  # rebuilds the index
         message = "cannot %s: %s; serving continues from memory"
         if advice := remedy(error):
             message += f"{advice} with --kvpersist-dir"

@@ -1,7 +1,7 @@
 """The SQLite file of the index: connections, tables, and checks for damage.
 
-Each thread closes its own connection: SQLite would crash in a thread if another thread closed its
-connection.
+Each thread closes its own connection: SQLite would crash in a thread whose connection is closed by
+another thread.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _DAMAGE = re.compile(
     "|file is (encrypted or is )?not a database|",
     re.DOTALL,
 )
-"""Messages of damage: Python 3.10 has no codes, and a wrong file format a general code. In Python
-3.10 a message that quotes a damaged schema is empty if it is not UTF-8."""
+"""Messages of damage: Python 3.10 has no codes, and a wrong file format has a general code. In
+Python 3.10, a message that quotes a damaged schema is empty if the schema is not UTF-8."""
 
 
 @dataclass
@@ -66,7 +66,7 @@ def _text(raw: bytes) -> str | bytes:
 
 
 def is_empty(path: Path) -> bool:
-    """Say whether SQLite would make a new database of a file: it has at most one byte."""
+    """Say whether SQLite would make a new database: the file has at most one byte, if it exists."""
     return not path.exists() or path.stat().st_size <= 1
 
 
@@ -82,15 +82,15 @@ class Database:
         self.files = files
         self._local = threading.local()
         self._lent = SimpleQueue[_ThreadConnection | None]()
-        """The connection that threads borrow, if it is open; empty while a thread has it."""
+        """Holds the connection that threads borrow (None: not open); empty while it is lent."""
         self._lent.put(None)
         self._is_closed = False
         self._n_opened = 0
         self._inode = 0
         self.opening = threading.RLock()
         """Held while a thread opens the file, or makes it again. A connection to a removed file
-        would truncate the shared memory of the new file. Other connections have mapped this memory,
-        so the process would end with SIGBUS."""
+        would truncate the shared memory of the new file, which other connections have mapped: the
+        process would end with SIGBUS."""
 
     def reopen(self) -> None:
         """Use the file that is at the path now."""
@@ -98,7 +98,7 @@ class Database:
         self._n_opened += 1
 
     def leave(self) -> None:
-        """Answer no questions until `reopen`: the file that is at the path must not be used."""
+        """Answer no queries until `reopen`: the file that is at the path must not be used."""
         self._inode = 0
         self._n_opened += 1
 
@@ -124,7 +124,7 @@ class Database:
         db = self.files.encryption.connect(self.path)
         try:
             db.text_factory = _text
-            if is_empty(self.path):  # otherwise this would write
+            if is_empty(self.path):  # otherwise the pragma would write
                 db.execute("PRAGMA auto_vacuum = INCREMENTAL")
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = NORMAL")
@@ -163,7 +163,7 @@ class Database:
     def lent(self) -> Iterator[None]:
         """Lend a connection to a short-lived thread. Such threads take turns.
 
-        A thread that waits too long opens its own: the borrower may wait for a disk.
+        After `_TURN_S` a thread opens its own connection: the borrower may wait for a disk.
         """
         try:
             self._local.own, has_turn = self._lent.get(timeout=_TURN_S), True
@@ -198,9 +198,9 @@ class Database:
             raise sqlite3.OperationalError(f"{self.path} is locked: {advice}") from error
 
     def empty_log(self) -> bool:
-        """Return free pages to the volume, and empty the log; say whether no reader prevented it.
+        """Give free pages back to the volume, and empty the log; say whether it is empty now.
 
-        Until the log is empty, the file keeps removed rows.
+        A reader may prevent that; then the file keeps removed rows.
         """
         db = self.connection
         # executescript() runs to the end; execute() would stop after one page.
@@ -239,7 +239,7 @@ class Rows:
     def ask_in(
         self, sql: str, keys: Iterable[Sequence[Any]], *values: Any, types: Sequence[Any] = ()
     ) -> list[Any]:
-        """Return the rows for any number of keys; `sql` takes `values` first, then `VALUES {}`."""
+        """Return the rows for any number of keys. In `sql`, `values` stand before `VALUES {}`."""
         answers: list[Any] = []
         left = iter(keys)
         while some := list(islice(left, _MOST_AT_ONCE)):
@@ -439,7 +439,7 @@ def recount(db: sqlite3.Connection) -> None:
 
 
 def faults(db: sqlite3.Connection) -> list[str]:
-    """Return the faults of single rows, one line for each kind of fault."""
+    """Return the faults of rows and totals, one line for each kind."""
     lines = []
     for table in (*TABLES_OF_FILES, *OTHER_TABLES, "totals"):
         where = f"FROM {table} WHERE NOT ({sound(db, table)})"
@@ -463,7 +463,7 @@ def faults(db: sqlite3.Connection) -> list[str]:
 
 
 def sound(db: sqlite3.Connection, table: str) -> str:
-    """Return the condition that a row's values are of the types that the table declares."""
+    """Return the SQL condition that a row's values have the types that the table declares."""
     conditions = ["1"]
     for _, name, kind, is_not_null, _, place_in_key in db.execute(f"PRAGMA table_info({table})"):
         allowed = f"'{kind.lower()}'" + ("" if is_not_null or place_in_key else ", 'null'")
@@ -483,7 +483,7 @@ def _statements(db: sqlite3.Connection) -> dict[tuple[str, str], str]:
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Say whether an error means that the index is damaged, not locked or without room."""
+    """Say whether an error means a damaged index, and not a lock or a full disk."""
     code = getattr(error, "sqlite_errorcode", None)
     if code is None or code == _ERROR:
         return isinstance(error, IndexDamaged) or bool(_DAMAGE.fullmatch(str(error)))

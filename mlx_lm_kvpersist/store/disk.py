@@ -7,7 +7,7 @@ sessions/         a JSON file for each session with a name or a pin
 quarantine/       files that failed a check, each with the reason
 writing/          files that are being written, before they are moved to blocks/ and checkpoints/
 kvpersist-store   says that the folder is a store
-lock              held while any of these files change
+lock              held while these files change, except those in writing/
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ Opened = TypeVar("Opened")
 _MAX_REMEMBERED = 10_000
 _INDEX_RESERVE_BYTES = 768 << 10
 _REPLIES_SHARE = 8
-"""In a full store, remembered replies may take this part of the budget."""
+"""In a full store, remembered replies may take the budget divided by this number."""
 Progress = Callable[[int, int], None]
-"""Called with the number of files read, and of all files."""
+"""Called with the numbers of files read and of all files."""
 
 
 class DiskStore:
@@ -142,7 +142,7 @@ class DiskStore:
     def follow_folder(self) -> None:
         """Open the index that is in the folder now; make the folder again if it was removed.
 
-        Raises OSError if its volume is no longer mounted.
+        Raises OSError if the folder's volume is no longer mounted.
         """
         if self.index.database.is_current():
             return
@@ -159,7 +159,7 @@ class DiskStore:
         try:
             self._volume.check()
         except OSError:
-            self.index.database.leave()  # it is opened again when the volume is back
+            self.index.database.leave()  # opened again when the volume is back
             raise
 
     # Files and rows.
@@ -176,9 +176,8 @@ class DiskStore:
     def gap(self, leaf: bytes, root: Root) -> bytes | None:
         """Return the last missing block before a leaf, as `Index.gap` does.
 
-        A block that has children may go to quarantine. The chain is walked only if such a block was
-        removed, or another thread or process changed the index, since the chain was known to be
-        complete.
+        A gap appears if a block that has children goes to quarantine. A complete chain is walked
+        again only after that, or after another thread or process changed the index.
         """
         if (version := self.index.version()) != self._version:
             self._whole.clear()
@@ -200,13 +199,13 @@ class DiskStore:
         """Remove a checkpoint, or a block with its checkpoints and the sessions that end in it.
 
         Return the sizes of the removed files, by key. If a file cannot be removed, the rows stay,
-        so that the file counts.
+        so that the file still counts.
         """
         with self.lock.held():
             with self.index.database.transaction():
                 sizes, ended = self.index.forget(key)
                 if self.index.children(key, limit=1):
-                    self._whole.clear()  # the chains through this block
+                    self._whole.clear()  # it may have chains through the block
                 keys = {key, *sizes}
                 self.forgotten(keys)
                 for removed_key in keys:
@@ -227,7 +226,7 @@ class DiskStore:
                 self.forget(key)
 
     def quarantine(self, key: bytes, reason: str) -> None:
-        """Move a record that failed a check to quarantine. Later blocks become unreachable."""
+        """Move a bad record to quarantine. Blocks that continue it become unreachable."""
         with self.lock.held():
             for name in FOLDERS:
                 if (path := self.files.path_of(key, name)).exists():
@@ -248,7 +247,7 @@ class DiskStore:
             self.files.remove(path)
 
     def sweep(self) -> int:
-        """Remove unreachable records, and files or rows without the other; return their number."""
+        """Remove unreachable records, files without rows, rows without files; return how many."""
         with self.lock.held():
             n_swept = sweep_staged(self.files)
             if self.index.faults():  # otherwise, the files of damaged rows would be removed
@@ -273,7 +272,7 @@ class DiskStore:
     # Room.
 
     def used_bytes(self) -> int:
-        """Return the size of the store's files, announced files included."""
+        """Return the size of the store's files in bytes, with announced bytes."""
         totals = self.index.totals()
         other_bytes = self.files.n_bytes(*INDEX_FILES, "quarantine")
         announced, _ = staged_bytes(self.files)
@@ -301,11 +300,11 @@ class DiskStore:
     def make_room(
         self, n_bytes: int, keep: Collection[bytes] = (), root: Root | None = None
     ) -> bool:
-        """Evict until `n_bytes` more of a root fit; return False if they cannot fit.
+        """Evict until `n_bytes` of new records of `root` fit; return False if they cannot fit.
 
         Quarantined files and old replies go first, then the least recently used leaves and
-        checkpoints. A model above its share loses its own records. Pinned sessions and the keys in
-        `keep` stay.
+        checkpoints. While the largest model is above its share, its own records go. Pinned sessions
+        and the keys in `keep` stay.
         """
         n_bytes += self.reserve_bytes if n_bytes else 0
         if n_bytes > self.limits.max_disk_bytes:
@@ -313,7 +312,7 @@ class DiskStore:
         with self.lock.held():
             too_much = self._excess(n_bytes)
             if too_much > 0:
-                sweep_staged(self.files)  # what a process that has ended announced
+                sweep_staged(self.files)  # announced by processes that have ended
                 too_much = self._excess(n_bytes)
             if too_much > 0:
                 self.index.state.trim_replies(self.limits.max_disk_bytes // _REPLIES_SHARE)
@@ -334,7 +333,7 @@ class DiskStore:
                 if not victims:
                     if failure is not None:
                         raise failure
-                    self.index.database.empty_log()  # evicted rows no longer take space
+                    self.index.database.empty_log()  # until then, evicted rows take space
                     return self._excess(n_bytes) <= 0
                 has_own = over_share > 0 and model in victims
                 of = model if has_own else min(victims, key=victims.__getitem__)
@@ -369,7 +368,7 @@ class DiskStore:
     def _first(
         self, model: str, keep: Collection[bytes], pinned: Collection[bytes]
     ) -> tuple[float, bool, int, bytes, bytes] | None:
-        """Return a model's records in order of eviction: a leaf's parent may be the next leaf."""
+        """Return a model's next record to evict. The parent of an evicted leaf may be the next."""
         for victim in self.index.unused(model):
             _, is_checkpoint, _, key, block = victim
             if key not in keep and not (is_checkpoint and block in pinned):
@@ -382,7 +381,7 @@ class DiskStore:
         return max(over_budget, self._below_floor(n_bytes))
 
     def _below_floor(self, n_bytes: int) -> int:
-        """Return how many bytes are missing to the free space, if `n_bytes` more are written."""
+        """Return how many bytes of free space are missing if `n_bytes` more are written."""
         if not self.limits.min_free_bytes:
             return -n_bytes
         return self.limits.min_free_bytes + n_bytes - self.free_bytes()
@@ -400,9 +399,9 @@ class DiskStore:
         return replace(session, leaf=leaf.key, n_tokens=leaf.n_tokens, used=now)
 
     def remove_session(self, session: Session) -> list[Block]:
-        """Remove a session and the records that only it and its draft need; return the blocks.
+        """Remove a session and the records that only it and its draft model need.
 
-        The text is overwritten when the caller empties the index's log.
+        Return the removed blocks. Their text is overwritten when the caller empties the log.
         """
         removed = list[Block]()
         with self.lock.held():
@@ -449,9 +448,8 @@ class DiskStore:
             return changed
 
 
-# Rebuild an index from the metadata of the files. New rows take effect at once: an interrupted
-# rebuild leaves the old index or none, never an incomplete index, by which a sweep would remove
-# good files.
+# Rebuild an index from the metadata of the files. New rows take effect together: an interrupted
+# rebuild leaves the old index or none. With an incomplete index, a sweep would remove good files.
 
 
 def rebuild_index(files: OwnFiles, progress: Progress = lambda done, total: None) -> int:
@@ -471,7 +469,6 @@ def rebuild_index(files: OwnFiles, progress: Progress = lambda done, total: None
             with closing(Index(path, files)) as index:
                 return _refill(index, progress)
         except sqlite3.Error as error:
-            # A full disk or a held lock does not mean that the index is damaged.
             if not is_damage(error):
                 raise
             logger.warning(
@@ -518,7 +515,7 @@ def _refill(index: Index, progress: Progress) -> int:
                 continue
             try:
                 index.put_session(session, sizes.get(session.id, 0))
-            except sqlite3.IntegrityError:  # a file that has this id belongs to another session
+            except sqlite3.IntegrityError:  # another session, read from a file, has this id
                 index.put_session(replace(session, id=secrets.token_hex(8)))
         recount(db)
         return index.totals().n_blocks

@@ -1,4 +1,4 @@
-"""The disk as a tier below RAM. Serving threads read a view of its index; the writer changes it.
+"""The disk as a tier below RAM. Serving threads read a view of the index that the writer changes.
 
 A commit's files are written first; then one transaction changes the index. The lock is not held
 while files are written, so the commit is planned again afterwards.
@@ -36,11 +36,11 @@ class _Job:
     make: Callable[[], Commit]
     result: Saved | Exception | None = None
     commit: Commit = field(init=False)
-    """The commit of the last plan, and the `files` that were missing."""
+    """The commit as it was last planned; it lacked `files`."""
     files: list[NewFile] = field(default_factory=list)
     reserved_bytes: int = 0
     sizes: dict[Path, int] = field(default_factory=dict)
-    """Bytes of the files that were moved into place."""
+    """Sizes in bytes of the files that were moved into place."""
     session: Session | None = None
     removed: Collection[bytes] = ()
 
@@ -49,8 +49,8 @@ class Saving:
     """Saves commits that share one transaction. Each commit is saved completely or not at all.
 
     `file_of` returns the file of a record in RAM, and `block_of` a block in RAM: earlier blocks
-    that are no longer on disk are written again. `keep` is not evicted. Files of `damaged` records
-    are replaced. `before_file` is called before each file and may take long.
+    that are no longer on disk are written again. Keys in `keep` are not evicted. Files of `damaged`
+    records are replaced. `before_file` is called before each file and may take long.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Saving:
     def save(self, commits: Sequence[Callable[[], Commit]]) -> list[Saved | Exception | None]:
         """Write the missing files of commits, and commit them; return the results.
 
-        Each of `commits` returns a commit; it is called under the lock, before each plan.
+        `commits` are functions that return a commit, called under the lock before each plan.
         Checkpoints that no longer exist, or whose block is not on disk, are left out; the commit
         then supersedes nothing. A result is None, with a line in the log, if a needed block was
         only on disk and was removed. It is a StoreError if the commit is too big, and another
@@ -116,7 +116,7 @@ class Saving:
                         if not self._plan(job):
                             continue
                         lacks_room = bool(job.commit.replies) and not job.reserved_bytes
-                        # In order: a turn may replace blocks.
+                        # Commits stay in order: a turn may replace earlier blocks.
                         if left or self._unwritten(job) or lacks_room:
                             left.append(job)
                             continue
@@ -293,7 +293,7 @@ class Saving:
 
 
 def _row_bytes(block: Record) -> int:
-    """Return the most bytes that a row adds to the index, which sorts it twice, and to the log."""
+    """Return the most bytes that a row, with two sorted entries, adds to the index and the log."""
     n_ids = n_text = 0
     if isinstance(block, Block):
         n_ids, n_text = len(block.packed_ids), len(block.text.encode())
@@ -348,7 +348,7 @@ class DiskTier:
         self, commits: Sequence[Commit], entry_of: Callable[[bytes], KVBlock | None]
     ) -> list[Saved | Exception | None]:
         lost = self._lost.copy()
-        # A commit without blocks has only checkpoints: it is not written if its blocks are gone.
+        # A commit of checkpoints alone keeps nothing: without its blocks it is not written.
         waiting = (commit for commit in self._writer.commits() if commit.blocks)
         keep = {key for commit in waiting for key in commit.keys()}
 
@@ -395,11 +395,11 @@ class DiskTier:
         return True
 
     def sweep(self) -> None:
-        """Remove leftovers of an interrupted run. The index must be complete. Writer thread."""
+        """Check the index, then remove leftovers of an interrupted run. Writer thread."""
         try:
             self.disk.check_index()
             with self.disk.lock.held():
-                self.disk.follow_folder()  # otherwise newer files would be removed
+                self.disk.follow_folder()  # with an old index, newer files would be removed
                 n_swept = self.disk.sweep()
         except (OSError, StoreError, sqlite3.Error) as error:
             return self._failed("check what is stored", error)

@@ -1,14 +1,14 @@
 """Encryption of stored content, names, and the index.
 
 An encrypted object is a magic with a format number, a nonce, and the content encrypted with AES-256
-in Galois/Counter Mode, its tag at the end (NIST SP 800-38D). The object's name is authenticated
-with it. The nonce is random, 96 bits (8.2.2), so one key may encrypt 2**32 objects (8.3). An object
-is encrypted and decrypted in one piece, at most 2 GiB.
+in Galois/Counter Mode, with the tag at the end (NIST SP 800-38D). The tag also authenticates the
+object's name. The nonce is random, 96 bits (8.2.2), so one key may encrypt 2**32 objects (8.3). An
+object is encrypted and decrypted in one piece, at most 2 GiB.
 
-One key for each purpose is derived from the key in the key file (HKDF with SHA-256, RFC 5869). A
-name is the HMAC-SHA256 of a key. The name of a file in the store's folder is the key, encrypted as
-one block of AES-256. The index in the folder is SQLCipher's: every page, also in the log, is
-encrypted with AES-256 and authenticated (https://www.zetetic.net/sqlcipher/design).
+One key for each purpose is derived from the key in the key file (HKDF with SHA-256, RFC 5869). An
+object in a shared store is named by the HMAC-SHA256 of its key. A file in a store's folder is named
+by its record's key, encrypted as one block of AES-256. SQLCipher encrypts every page of the index
+and its log with AES-256, and authenticates it (https://www.zetetic.net/sqlcipher/design).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Cipher(Plain):
     def decrypt(self, encrypted: bytes | bytearray | memoryview, name: bytes) -> bytes:
         """Return the content that was encrypted under this name.
 
-        Raises DecryptionFailed if it was altered, cut off, or has another name, key or version.
+        Raises DecryptionFailed if it was altered or cut off, or name, key or version differ.
         """
         content = memoryview(encrypted)
         start = len(MAGIC) + _NONCE_BYTES
@@ -104,7 +104,7 @@ class Cipher(Plain):
 
 
 def sqlcipher() -> Any:
-    """Return the driver of encrypted files. Raises ConfigError if it is not installed."""
+    """Return the driver of encrypted databases. Raises ConfigError if it is not installed."""
     try:
         from sqlcipher3 import dbapi2
     except ImportError as error:
@@ -150,7 +150,7 @@ def read_key(path: Path) -> Cipher:
 
 
 def new_key(path: Path) -> None:
-    """Make a key file, for its owner alone. Raises ConfigError if the file exists."""
+    """Make a key file that only its owner may read. Raises ConfigError if the file exists."""
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     except FileExistsError as error:

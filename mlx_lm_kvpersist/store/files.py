@@ -1,4 +1,4 @@
-"""Block files: one safetensors file a block or checkpoint, named by its key.
+"""Block files: one safetensors file for each block or checkpoint, named by its key.
 
 A file holds KV arrays (possibly none) and all metadata from which the index can be rebuilt. The
 checksum covers names, shapes, dtypes and bytes of all arrays and the metadata; it is verified on
@@ -49,10 +49,10 @@ def write_block(path: Path, block: Record, root: Root, arrays: Arrays, files: Ow
     The arrays must have been evaluated. Raises FileExistsError and OSError.
     """
     metadata = metadata_of(block, root)
-    # In the metadata, because MLX 0.31 can write no arrays without elements.
+    # Arrays without elements are in the metadata, because MLX 0.31 cannot write them.
     empty = {name: x for name, x in arrays.items() if not x.size}
     if empty:
-        # As `getattr(mx, name)` finds it, such as "float32".
+        # The dtype is given by its name in MLX, such as "float32".
         described = {name: [f"{x.dtype}".rpartition(".")[2], x.shape] for name, x in empty.items()}
         metadata["empty"] = json.dumps(described)
     written = {name: x for name, x in arrays.items() if x.size}
@@ -62,7 +62,7 @@ def write_block(path: Path, block: Record, root: Root, arrays: Arrays, files: Ow
         written = {name: mx.take(x, mx.arange(len(x)), axis=0) for name, x in written.items()}
         mx.eval(written)
     metadata["checksum"] = checksum({**written, **empty}, metadata)
-    # MLX would open a file again and empty it. Closing it would then wait for ext4 to write it out.
+    # MLX would open the file again and empty it; closing it would then wait until ext4 wrote it.
     header: dict[str, object] = {"__metadata__": metadata}
     end = 0
     for name, array in written.items():
@@ -78,7 +78,7 @@ def write_block(path: Path, block: Record, root: Root, arrays: Arrays, files: Ow
 
 
 def _plain(array: mx.array) -> Any:
-    """Return an array of the same bytes, without gaps. Its memoryview holds no reference to it."""
+    """Return an array of the same bytes, without gaps. A memoryview does not keep it alive."""
     # numpy and the buffer protocol do not know bfloat16; only the bytes matter here.
     plain: Any = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
     return plain if memoryview(plain).c_contiguous else mx.contiguous(plain)
@@ -148,13 +148,13 @@ def read_content(content: bytes, name: str) -> tuple[Record, Root, Arrays]:
 
 
 def _checked(arrays: dict[str, mx.array], metadata: Mapping[str, str], name: str) -> Arrays:
-    """Return a file's arrays, and its empty arrays. Raises BlockCorrupt if the checksum differs."""
+    """Add the file's empty arrays; return all arrays. Raises BlockCorrupt for a wrong checksum."""
     try:
         for empty, (dtype, shape) in json.loads(metadata.get("empty", "{}")).items():
             if math.prod(shape):  # no memory is allocated before the checksum is verified
                 raise ValueError(f"{empty} has the shape {shape}")
             arrays[empty] = mx.zeros(shape, getattr(mx, dtype))
-            mx.eval(arrays[empty])  # another thread may use it
+            mx.eval(arrays[empty])  # here, because another thread may use it
     except (*MALFORMED, RuntimeError) as error:
         raise BlockCorrupt(f"{name}: its metadata cannot be read: {error!r}") from error
     if metadata.get("checksum") != checksum(arrays, metadata):
@@ -201,7 +201,7 @@ def record_in(source: BinaryIO, name: str) -> tuple[Record, Root, Mapping[str, s
                 text=json.loads(metadata["text"]),
                 pending=bytes.fromhex(metadata["pending"]),
             )
-            record.text.encode()  # otherwise SQLite refuses it
+            record.text.encode()  # raises for text that SQLite refuses
             if not record.packed_ids or len(record.packed_ids) % 4:
                 raise ValueError("its token ids are incomplete")
         texts = (root.fingerprint, root.layout, root.namespace, root.session, root.model)
@@ -215,7 +215,7 @@ def record_in(source: BinaryIO, name: str) -> tuple[Record, Root, Mapping[str, s
 
 
 def checksum(arrays: Arrays, metadata: Mapping[str, str]) -> str:
-    """Return the XXH3-128 of arrays (names, dtypes, shapes, bytes) and metadata, as hex."""
+    """Return the checksum (XXH3-128, as hex) of arrays and metadata."""
     digest = xxhash.xxh3_128()
     for name in sorted(arrays):
         array = arrays[name]

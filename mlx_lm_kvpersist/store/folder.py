@@ -1,8 +1,8 @@
 """The plugin's own files in a folder: the only module that opens, moves or removes them.
 
 A file in a store's folder or in a shared folder is the plugin's own if its name has exactly a form
-that the plugin gives, if it is a regular file, and if no link leads to it from the folder. All
-other files are not moved, removed or counted. The folder itself may be reached through a link.
+that the plugin gives, if it is a regular file, and if no link leads to it from the folder. No other
+file is moved, removed or counted. The folder itself may be reached through a link.
 
 Files on their way into a store are written without the lock, and moved under it:
 
@@ -10,7 +10,7 @@ Files on their way into a store are written without the lock, and moved under it
                                         names that process and the time
     writing/1a2b3c4d.lock               locked (flock) by its process; says how many bytes the
                                         process may write
-    writing/1a2b3c4d-KEY.safetensors    a block or checkpoint of that turn
+    writing/1a2b3c4d-KEY.safetensors    a block or checkpoint that this process writes
 
 Announced bytes count as used, so that no other process takes this space. A lock ends with its
 process in every case; then the next sweep removes the files.
@@ -63,7 +63,7 @@ _LINKS = (errno.ENOTDIR, errno.ELOOP, errno.EMLINK)
 _IRREGULAR = (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.ENOTSUP, errno.EOPNOTSUPP)
 """The error numbers of opening a link or a socket, the last two on macOS."""
 RANK_FOLDER = re.compile(r"rank-(\d+)-of-(\d+)")
-"""Folders of several ranks' stores, in a folder that may be another store."""
+"""The folder of one rank's store; it may be in the folder of another store."""
 _NOT_COUNTED = re.compile(
     rf"{MARKER}\.[0-9a-f]{{8}}\.tmp|{RANK_FOLDER.pattern}|lock|writing|lost\+found"
     r"|\.(?:DS_Store|localized|Trashes|fseventsd|Spotlight-V100|TemporaryItems)"
@@ -79,17 +79,17 @@ OPEN_S = 5.0
 
 
 class Plain:
-    """No encryption: objects and files are named by their keys. `Cipher` has a key."""
+    """No encryption: objects and files are named by their keys. The subclass `Cipher` encrypts."""
 
     mark = ""
-    """A store's folder keeps this mark of its key. The key cannot be derived from it."""
+    """Identifies the key of a store. The key cannot be derived from the mark."""
     n_added_bytes = 0
 
     def encrypt(self, content: bytes, name: bytes) -> bytes:
         return content
 
     def decrypt(self, encrypted: bytes, name: bytes) -> bytes:
-        """Return the content. Raises StoreFormatError if it is encrypted."""
+        """Return the content. Raises StoreFormatError if the content is encrypted."""
         if encrypted.startswith(MAGIC):
             raise StoreFormatError("it is encrypted; give its key with --kvpersist-encrypt KEYFILE")
         return encrypted
@@ -107,7 +107,7 @@ class Plain:
         """Connect to a database that exists. The first query finds damage and locks."""
         # If the file was removed, a reader must not make it again.
         uri = f"{path.absolute().as_uri()}?mode=rw"
-        # Another thread closes the connection only when nothing refers to it any more.
+        # Threads are not checked: another thread may close a connection that nothing refers to.
         db: sqlite3.Connection = driver.connect(
             uri, uri=True, timeout=OPEN_S, check_same_thread=False
         )
@@ -150,7 +150,7 @@ class OwnFiles:
             )
 
     def _is_unmarked(self) -> bool:
-        """Say whether the folder holds at most an empty marker: an interrupted start left it."""
+        """Say whether the folder is empty or has only an interrupted start's empty marker."""
         names = [name for name in os.listdir(self.folder) if not _NOT_COUNTED.fullmatch(name)]
         return not names or (names == [MARKER] and not os.lstat(self.folder / MARKER).st_size)
 
@@ -224,7 +224,7 @@ class OwnFiles:
                 yield Path(entry.path)
 
     def n_bytes(self, *names: str) -> int:
-        """Return the bytes of the own files in folders of the store, or of single files."""
+        """Return the size of the own files in folders of the store, or of single files."""
         total = 0
         for name in names:
             paths = self.paths(name) if name in _FOLDERS else iter([f"{self.folder}/{name}"])
@@ -274,7 +274,7 @@ class OwnFiles:
         return True
 
     def move(self, source: Path, target: Path) -> None:
-        """Move an own file onto an own file, if any. Raises FileNotFoundError and StoreError."""
+        """Move an own file; it may replace an own file. Raises FileNotFoundError and StoreError."""
         with self._own(source) as from_folder:
             make_private(target.parent)
             with self._own(target) as to_folder:
@@ -287,7 +287,7 @@ class OwnFiles:
 
     @contextmanager
     def _own(self, path: Path) -> Iterator[int]:
-        """Open the folder of an own file, which may be missing, and yield its descriptor.
+        """Open the folder of an own file; yield the folder's descriptor. The file may be missing.
 
         Each folder on the way is opened in the folder before it, so a link that appears afterwards
         is not followed. Raises StoreError if the file is not own, and FileNotFoundError if a folder
@@ -350,7 +350,7 @@ def open_regular(path: Path, *, follow: bool = False) -> BufferedReader:
 
 
 class Volume:
-    """The volume of a folder: while it is not mounted, the folder would be made on another one."""
+    """The volume of a folder. If it is not mounted, the folder would be made on another volume."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, path = folder, folder.resolve()
@@ -419,7 +419,7 @@ def whole_file(path: Path, *, fsync: bool = False) -> Iterator[BinaryIO]:
 
 
 class _Held(local):
-    """How often a thread holds a lock, and the descriptor of the lock's file."""
+    """How deeply a thread has nested `held`, and the descriptor of the lock's file."""
 
     depth = 0
     descriptor = -1
@@ -435,13 +435,13 @@ class StoreLock:
         self.is_patient = False
         """Whether to wait for another process without limit; otherwise at most 2 s."""
         self.check_missing: Callable[[], None] = lambda: None
-        """Called before a missing folder is made. It raises an exception if it must not be made."""
+        """Called before a missing folder is made. Raises if the folder must not be made."""
         self._path = path
         self._own = _Held()
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Wait for the lock and hold it. May be nested. After 2 s the holder is named."""
+        """Wait for the lock and hold it. May be nested. After 2 s, a message names the holder."""
         own = self._own
         if own.depth == 0:
             while (descriptor := self._locked()) is None:
@@ -456,7 +456,7 @@ class StoreLock:
                 os.close(own.descriptor)
 
     def _locked(self) -> int | None:
-        """Lock the file; return its descriptor, or None if it was removed meanwhile."""
+        """Lock the file; return its descriptor, or None if the file was removed."""
         if not os.path.exists(self._path.parent):
             self.check_missing()
             make_private(self._path.parent)
@@ -475,7 +475,7 @@ class StoreLock:
             if os.path.samestat(os.fstat(descriptor), os.stat(self._path)):
                 return descriptor
         os.close(descriptor)
-        return None  # the file was removed: another process may have locked a new one
+        return None  # another process may have locked a new file
 
     def _wait(self, descriptor: int) -> None:
         deadline_s, folder = time.monotonic() + _WAIT_S, self._path.parent
@@ -513,7 +513,7 @@ def _this_process() -> str:
 
 
 class Staging:
-    """The files of one turn, by key, until they are committed or `close` is called."""
+    """Files that are being written, by key, until they are committed or `close` is called."""
 
     def __init__(self, files: OwnFiles) -> None:
         self._files = files
@@ -521,7 +521,7 @@ class Staging:
         self._lock: BinaryIO | None = None
         self._n_bytes = 0
         self.sizes: dict[bytes, int] = {}
-        """Bytes of the files that have been written, by key."""
+        """Sizes in bytes of the files that have been written, by key."""
 
     def close(self) -> None:
         """Remove files that were not moved, and the announcement. May be called several times."""
@@ -540,7 +540,7 @@ class Staging:
     def announce(self, n_bytes: int) -> None:
         """Count `n_bytes` more as used. The caller holds the store's lock and has made room."""
         total = self._n_bytes + n_bytes
-        self._n_bytes = min(total, self._n_bytes)  # if it cannot be written now, then next time
+        self._n_bytes = min(total, self._n_bytes)  # if writing fails, a decrease is written later
         if self._lock is None:
             if not total:
                 return

@@ -1,6 +1,6 @@
 """The index of the store: which blocks are on disk, and which sessions end where (SQLite, WAL).
 
-Any thread may read. Only the writer changes it, while it holds the store's lock.
+Any thread may read the index. A thread that changes it holds the store's lock.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class Index(Rows):
     def children(
         self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
     ) -> list[Block]:
-        """Return the unchecked blocks that continue `parent`; see `BlockSource.children`."""
-        hidden = set(self._hidden)  # before the rows: a key stays in it until its row is removed
+        """Return the blocks that continue `parent`, unchecked; see `BlockSource.children`."""
+        hidden = set(self._hidden)  # read first: a key is hidden until its row is removed
         most = FEW + 1 if ahead is not None else -1 if limit is None else limit
         nodes = self._nodes("parent = ? LIMIT ?", parent, most + len(hidden) * (most > 0))
         if ahead is not None and len(nodes) > FEW:
@@ -119,14 +119,14 @@ class Index(Rows):
         return [node for node in nodes if node.key not in hidden]
 
     def newest(self, root: Root, limit: int) -> list[Block]:
-        """Return a tree's newest blocks, at most `limit`, out of the newest of all trees."""
+        """Return at most `limit` blocks of a tree, from the `8 * limit` newest of all trees."""
         newest = "SELECT rowid AS row, root AS its FROM blocks ORDER BY used DESC LIMIT ?"
         rows = f"SELECT row FROM ({newest}) WHERE its = ? LIMIT ?"
         where = f"rowid IN ({rows}) ORDER BY +used DESC, rowid DESC"
         return self._nodes(where, 8 * limit, root.key, limit)
 
     def branches(self, path: Mapping[bytes, bytes]) -> set[bytes]:
-        """Return the parents of a path, from parent to child, that have another child."""
+        """Return the parents that have another child than the child that `path` names."""
         rows = self.ask_in(
             "WITH step(parent, child) AS (VALUES {}) "
             "SELECT parent FROM step WHERE EXISTS (SELECT 1 FROM blocks "
@@ -170,7 +170,7 @@ class Index(Rows):
         return []
 
     def gap(self, leaf: bytes, root: bytes) -> bytes | None:
-        """Return the last missing block on the way from a root to `leaf`; None if there is none."""
+        """Return the last missing block on the way from a root to `leaf`; None if all exist."""
         rows = self.ask(
             "WITH RECURSIVE up(key) AS (VALUES (?) "
             "UNION SELECT parent FROM up JOIN blocks USING (key)) "
@@ -182,14 +182,14 @@ class Index(Rows):
         return next((key for (key,) in rows), None)
 
     def version(self) -> int:
-        """Return a number that changes when another thread or process has changed the index."""
+        """Return a number that changes when another thread or process changes the index."""
         return sum(version for (version,) in self.ask("PRAGMA data_version"))
 
     def outline(self, leaves: Iterable[bytes]) -> list[tuple[bytes, bytes, int, int, int]]:
         """Return all blocks between the roots and these leaves, parents before children.
 
-        A row has its key, its parent's key, its bytes and its checkpoints' bytes together, and the
-        numbers of its children and of its checkpoints.
+        A row has the block's key, its parent's key, the size of its file and its checkpoints'
+        files in bytes, and the numbers of its children and of its checkpoints.
         """
         rows = self.ask_in(
             "WITH RECURSIVE leaves(key) AS (VALUES {}), up(key) AS (SELECT key FROM leaves "
@@ -205,9 +205,9 @@ class Index(Rows):
     def sizes(self) -> list[tuple[bytes, bytes, bytes, int, int, int, float]]:
         """Return a row for each block.
 
-        A row has its key, its parent's, its root's, its first position, its tokens (8 too many for
-        an image, but 256 at most), its bytes and its checkpoints' bytes together, and the time of
-        its use in seconds since the epoch.
+        A row has the block's key, its parent's, its root's, its first position, its number of
+        tokens (8 too many for an image, but 256 at most), the size of its file and its checkpoints'
+        files in bytes, and the time of its use in seconds since the epoch.
         """
         return self.ask(
             "SELECT key, parent, root, start, min(length(ids) / 4, 256), n_bytes + "
@@ -223,15 +223,15 @@ class Index(Rows):
     def unused(self, model: str) -> Iterator[tuple[float, bool, int, bytes, bytes]]:
         """Yield the leaf blocks and the checkpoints of a model, the least recently used first.
 
-        Each comes with the time of its use, whether it is a checkpoint, a number that is smaller
-        for a deeper block, its key, and its block's key. If several were used at the same time, the
-        deepest leaf is first, and leaves come before checkpoints. The leaves of pinned sessions are
-        left out. The model is given by its fingerprint.
+        A record comes with the time of its use, whether it is a checkpoint, a number that is
+        smaller for a deeper block, its key, and its block's key. If several were used at the same
+        time, the deepest leaf is first, and leaves come before checkpoints. The leaves of pinned
+        sessions are left out. `model` is a fingerprint.
         """
         leaves = (
             "SELECT CAST(used AS REAL), 0, CAST(-start AS INTEGER), key, key FROM blocks AS b "
             "WHERE model = ? AND n_children = 0 "
-            # Checked again, because a damaged index may be wrong.
+            # Checked again, because a damaged index may have a wrong `n_children`.
             "AND NOT EXISTS (SELECT 1 FROM blocks WHERE parent = b.key) "
             "AND NOT EXISTS (SELECT 1 FROM sessions WHERE leaf = b.key AND pinned) "
             "ORDER BY used, start DESC"
@@ -301,9 +301,9 @@ class Index(Rows):
         return read_sessions(self.ask_in(query, zip(names)))
 
     def session_of(self, commit: Commit) -> Session | None:
-        """Return the nearest session that ends in a block of the chain.
+        """Return the last session of the commit's name that ends in the commit's chain.
 
-        The cost depends on the blocks of the turn. A first turn without a name walks to the root.
+        Often only the turn's own blocks are searched, otherwise also the blocks before them.
         """
         root, leaf = commit.root.key, commit.leaf
         assert leaf is not None
@@ -335,7 +335,7 @@ class Index(Rows):
     # Roots and totals.
 
     def roots(self, limit: int = -1, tenant: Root | None = None) -> list[tuple[Root, Totals]]:
-        """Return the largest roots, of all tenants or of a root's tenant, with totals."""
+        """Return the largest roots with totals, of all tenants or of the tenant of a root."""
         tenant_json = tenant.tenant_json if tenant is not None else ""
         rows = self.ask(
             "SELECT key, about, n_blocks, block_bytes, n_checkpoints, checkpoint_bytes FROM totals "
@@ -372,7 +372,7 @@ class Index(Rows):
         return Totals(*(n if isinstance(n, int) else 0 for n in rows[0])) if rows else Totals()
 
     def faults(self) -> list[str]:
-        """Return the faults of single rows, one line for each kind of fault."""
+        """Return the faults of rows and totals, one line for each kind."""
         return faults(self.database.connection)
 
     # Changes.
@@ -418,10 +418,10 @@ class Index(Rows):
     ) -> list[bytes]:
         """Add blocks and checkpoints whose files are in place, and move the session: all or none.
 
-        `new` comes with the sizes of the files, in bytes. `session` ends in the commit's leaf and
-        is used now; its file has `sidecar_bytes`. No other session may end in a replaced block.
-        Wrong rows are corrected. Return the keys of removed checkpoints: those superseded, and
-        those of replaced blocks.
+        `new` has the new records, each with the size of its file in bytes. `session` ends in the
+        commit's leaf and is used now; its file has `sidecar_bytes`. No other session may end in a
+        replaced block. Wrong rows are corrected. Return the keys of removed checkpoints: superseded
+        checkpoints, and those of replaced blocks.
         """
         root, leaf = commit.root, commit.leaf
         with self.database.transaction() as db:
@@ -450,7 +450,7 @@ class Index(Rows):
         """Add or change a session. Raises sqlite3.IntegrityError if another session has its id."""
         with self.database.transaction() as db:
             # Not INSERT OR REPLACE: the triggers would not count the replaced row as removed.
-            # Another session has another time or name.
+            # Rows of other sessions stay: they have another time or name.
             db.execute(
                 "DELETE FROM sessions WHERE id = ? AND root = ? AND name IS ? AND created = ?",
                 (session.id, session.root, session.name, session.created),

@@ -1,6 +1,6 @@
 """Objects by name in a bucket or folder that several servers use, through obstore.
 
-It supports each URL or folder that obstore does. Credentials come from the environment, in the
+Each URL or folder that obstore supports can be used. Credentials come from the environment, in the
 variables of each service's own tools (https://developmentseed.org/obstore/latest/api/store/).
 """
 
@@ -30,7 +30,7 @@ _N_THREADS = 8
 _AT_ONCE = 100
 """Objects listed or removed in one operation."""
 _PUTTING_S = 3600.0
-"""A partly written object that is older was left by a server that ended."""
+"""A partly written object that is older than this was left by a server that ended."""
 
 
 class ListedObject(NamedTuple):
@@ -128,7 +128,7 @@ class Objects:
     def _failures(self, name: str) -> Iterator[None]:
         try:
             if self._volume is not None:
-                self._volume.check()  # obstore would make the folder on this machine's disk
+                self._volume.check()  # obstore would make the folder on another volume
             if self._folder is not None and has_own_name(name):
                 OwnFiles(self._folder).check_place(self._folder / name)  # obstore follows links
             yield
@@ -138,7 +138,7 @@ class Objects:
             raise OSError(f"{type(error).__name__}: {error}".partition("\n")[0]) from error
 
     def get(self, name: str, max_bytes: int) -> bytes:
-        """Return an object of at most `max_bytes`. Raises ValueError if it is larger, unread."""
+        """Return an object. Raises ValueError, without reading it, if it exceeds `max_bytes`."""
         with self._failures(name):
             answer = self._obstore.get(self._opened(), name)
             if (n_bytes := answer.meta["size"]) > max_bytes:
@@ -157,8 +157,8 @@ class Objects:
     def put(self, name: str, content: bytes) -> None:
         """Put an object, in one piece. It replaces an object of that name."""
         with self._failures(name):
-            # The caller has asked whether the object exists. A conditional put would save that
-            # request, but needs hard links in a folder, which SMB shares do not have.
+            # A conditional put would save the caller's request whether the object exists, but in a
+            # folder it needs hard links, which SMB shares lack.
             self._obstore.put(self._opened(), name, content)
 
     def list(self) -> Iterator[ListedObject]:
@@ -180,7 +180,7 @@ class Objects:
                         yield ListedObject(meta["path"], meta["size"], put_s)
 
     def delete(self, names: Sequence[str]) -> None:
-        """Remove at most 1,000 objects (S3's limit); some may remain if another server removes."""
+        """Remove at most 1,000 objects (S3's limit); if one is missing, others may remain."""
         if self._folder is not None:
             for name in names:
                 OwnFiles(self._folder).remove(self._folder / name)

@@ -1,7 +1,7 @@
 """The first tier: blocks in RAM under a byte budget, and the threads that read blocks into it.
 
 The least recently used leaf is evicted first. Any thread may call the pool. Arrays are shared and
-never changed. Every change takes O(log n).
+never changed. Every change of the pool takes O(log n).
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class BlockPool:
         self.max_bytes = max_bytes
         self._entries: dict[bytes, KVBlock] = {}
         self._children: dict[bytes, dict[str, list[Block]]] = {}
-        """Blocks by parent: sorted by text, and by packed ids; equal blocks are sorted by key."""
+        """Blocks by parent, sorted by text and key, and again by packed ids and key."""
         self._checkpoints: dict[bytes, dict[bytes, Checkpoint]] = {}
         self._places = SortedList()
-        """Places of the entries that may be evicted, in this order. A use outdates a place, and
-        `_evict` corrects it."""
+        """Places of the entries that may be evicted, in order of eviction. A use makes a place
+        wrong, and `_evict` corrects it."""
         self._n_uses = 0
         self._gone: dict[bytes, None] = {}
         self.lock = RLock()
@@ -175,7 +175,7 @@ class BlockPool:
             self._evict()
 
     def touch(self, keys: Iterable[bytes], *, proven: bool = False) -> None:
-        """Mark a chain's blocks as used, the first as the latest; `proven` if by a restore."""
+        """Mark a chain's blocks as used, the first as the latest; `proven`: a restore used them."""
         with self.lock:
             entries = [self._entries[key] for key in keys if key in self._entries]
             for entry in reversed(entries):
@@ -205,21 +205,21 @@ class BlockPool:
         return entry is not None and not entry.is_stored and not entry.pins
 
     def drop_unpinned(self, key: bytes) -> None:
-        """Remove a record unless a commit waits with it."""
+        """Remove a record unless a waiting commit contains it."""
         with self.lock:
             entry = self._entries.get(key)
             if entry is None or not entry.pins:
                 self.remove(key)
 
     def drop_beginnings(self, block: Block) -> None:
-        """Remove the records that were kept for a prompt that ends in a block."""
+        """Remove the spare shorter blocks that begin as a block does: a prompt ended in them."""
         with self.lock:
             for beginning in beginnings(block, self):
                 if self.is_spare(beginning.key):
                     self.remove(beginning.key)
 
     def drop_chain(self, chain: Iterable[bytes]) -> int:
-        """Remove a chain's last blocks that are on disk and not in use; return their bytes."""
+        """Remove a chain's last blocks that are on disk and not in use; return the freed bytes."""
         with self.lock:
             before = self.n_bytes
             for key in reversed(list(chain)):
@@ -234,13 +234,13 @@ class BlockPool:
             return before - self.n_bytes
 
     def resize(self, max_bytes: int) -> int:
-        """Change the budget and evict the excess; return the evicted bytes. Any thread."""
+        """Change the budget and evict the excess; return the evicted bytes."""
         with self.lock:
             self.max_bytes = max_bytes
             return self._evict()
 
     def release(self, n_bytes: int) -> int:
-        """Evict `n_bytes`, or all that may be evicted; return the evicted bytes. Any thread."""
+        """Evict `n_bytes`, or all that may be evicted; return the evicted bytes."""
         with self.lock:
             return self._evict(self.n_bytes - n_bytes, last_resorts=False)
 
@@ -290,15 +290,14 @@ class BlockPool:
     def _place_of(self, entry: KVBlock) -> tuple[bool, int, bytes] | None:
         """Return an entry's place in the order of eviction; None if it must stay.
 
-        Leaves are evicted first, the least recently used first. Last resorts
-        follow: checkpoints, then the blocks farthest from their root.
+        Leaves and checkpoints that are not pinned come first, the least recently used first. Other
+        stored records are last resorts: checkpoints, then the blocks farthest from their root.
         """
         key = entry.block.key
-        # A block is useless without its parent, so a block stays as long as it has children. A
-        # checkpoint has no children.
+        # A block is useless without its parent, so a block with children stays, or goes last.
         if not entry.pins and not entry.prefetched and key not in self._children:
             return False, entry.used, key
-        # Waiting turns may need whole conversations. A record on disk can be read again.
+        # Waiting commits may pin whole conversations, but stored records can be read again.
         if not entry.is_stored or entry.prefetched:
             return None
         return True, -entry.block.start if isinstance(entry.block, Block) else _FIRST, key
@@ -316,7 +315,7 @@ class BlockPool:
             entry.place = place
 
     def _evict(self, down_to: int | None = None, *, last_resorts: bool = True) -> int:
-        """Evict until `down_to` bytes, by default the budget, are left; return the bytes."""
+        """Evict until `down_to` bytes (by default the budget) are left; return the freed bytes."""
         before, most = self.n_bytes, self.max_bytes if down_to is None else down_to
         while self.n_bytes > most and self._places:
             place: tuple[bool, int, bytes] = self._places[0]
@@ -339,7 +338,7 @@ class Prefetch:
 
     def __init__(self, pool: BlockPool, released: Callable[[Prefetch], None]) -> None:
         self.sizes: dict[bytes, int] = {}
-        """Bytes of the records read from tiers, by key."""
+        """Sizes in bytes of records read in advance, by key."""
         self.stopped = False
         self.reading: Future[None] = Future()
         self._pool = pool
@@ -375,7 +374,7 @@ class Prefetch:
 class Reader:
     """Reads from tiers, in their order, into a pool. Any thread.
 
-    `lose_from` is called with the tiers that lack a record or hold a bad record, and the reason.
+    `lose_from` gets tiers that lack a record or have a bad record, the record, and the reason.
     """
 
     def __init__(
@@ -411,7 +410,7 @@ class Reader:
             coming.extend(map(self._workers.submit, islice(tasks, 1)))
 
     def prefetch(self, wanted: Sequence[tuple[Record, int]], root: Root) -> Prefetch:
-        """Read missing records, with their sizes, into the pool, up to half of its budget."""
+        """Read records, given with sizes, that the pool lacks, up to half of its budget."""
         prefetch = Prefetch(self.pool, self._prefetches.discard)
         self._prefetches.add(prefetch)
         present = {e.block.key: e for e in self.pool.pin((b.key for b, _ in wanted), prefetch=True)}
@@ -461,7 +460,7 @@ class Reader:
             prefetch.add(come)
 
     def read(self, block: Record, root: Root) -> KVBlock | None:
-        """Read from the first tier that can be read now."""
+        """Read a record from the first tier that can be read now."""
         for tier in self._tiers:
             started = time.perf_counter()
             try:

@@ -1,6 +1,6 @@
 """Values of the store: limits, commits, entries in RAM, rows, the sidecars of sessions, and tiers.
 
-A tier is a place that holds blocks and checkpoints. RAM, the disk, and a shared store are tiers.
+A tier is a place that holds blocks and checkpoints: RAM, the disk, or a shared store.
 Records that are read from a tier enter RAM. The writer stores commits in each tier below.
 """
 
@@ -26,7 +26,7 @@ SESSION_COLUMNS = "id, root, name, leaf, n_tokens, pinned, created, used"
 
 @dataclass(frozen=True)
 class StoreLimits:
-    """The limits of the store: bytes, and one time in seconds."""
+    """The limits of a store. Postponed checkpoints can be computed again within `max_loss_s`."""
 
     max_ram_bytes: int
     max_disk_bytes: int
@@ -40,11 +40,11 @@ class StoreLimits:
 class KVBlock:
     """A block or checkpoint in RAM, and its KV arrays.
 
-    `is_stored`: a tier below RAM also has the record. `pins` is the number of commits that wait to
-    be written with it. `prefetched` is the number of prompts for which it was read in advance.
-    `tier` names the tier that it was read from. `read_s` is the time of this read, until a restore
-    has proven the record. `used` is a counter that grows with each use of any entry. `place` is its
-    place in the order of eviction, and None while the entry must stay.
+    `is_stored`: a tier below RAM also has the record. `pins` is the number of waiting commits that
+    contain it. `prefetched` is the number of prompts for which it was read in advance. `tier` names
+    the tier that it was read from, and `read_s` is how long that took; a restore that proves the
+    record resets both. `used` is larger if the last use was later. `place` is its place in the
+    order of eviction, and None while the entry must stay.
     """
 
     block: Record
@@ -60,7 +60,7 @@ class KVBlock:
 
     @property
     def is_held(self) -> bool:
-        """Whether it must stay: a prompt waits for it, or it is a commit's only copy."""
+        """Whether the entry must stay: a prompt waits for it, or it is a commit's only copy."""
         return self.prefetched > 0 or (self.pins > 0 and not self.is_stored)
 
     @classmethod
@@ -77,8 +77,8 @@ class Leaf:
     """The end of one conversation: `n_tokens` tokens, the last of them in block `key`.
 
     `name` is the client's name for it, if any. `replaced` has the keys of blocks whose tokens are
-    now in longer blocks, each with the longer block's key: they are removed unless another session
-    ends in them. `note` is shown to people. The prompt was rendered from `messages`.
+    now in longer blocks, each with the longer block's key. These shorter blocks are removed unless
+    another session ends in them. `note` is for people. The prompt was rendered from `messages`.
     """
 
     name: str | None
@@ -116,11 +116,11 @@ class Commit:
 
     @property
     def parent(self) -> bytes:
-        """The key that the first block continues. If it is on disk, so are all blocks before it."""
+        """The key that the first block continues; without blocks, the root's key."""
         return self.blocks[0].parent if self.blocks else self.root.key
 
     def keys(self) -> set[bytes]:
-        """Return the keys that must stay on disk so that the whole chain does."""
+        """Return the keys that must stay on disk so that the whole chain stays."""
         keys = {self.parent, *(record.key for record in self.records)} - {self.root.key}
         return keys.union(checkpoint.block for checkpoint in self.checkpoints)
 
@@ -135,7 +135,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class NewFile:
-    """A record. `write` makes its file at a path, and returns the bytes, at most `n_bytes`."""
+    """A record. `write` makes its file at a path, and returns the size, at most `n_bytes`."""
 
     block: Record
     n_bytes: int
@@ -195,7 +195,7 @@ class LowerTier(Protocol):
         """Return the tier's numbers for statistics and metrics.
 
         The keys are "blocks", "checkpoints", "bytes", "checkpoint_bytes", "evicted", "max_bytes"
-        and "asked_again_tokens".
+        and "asked_again_tokens"; a tier may lack some of them.
         """
 
     def store(
@@ -207,7 +207,7 @@ class LowerTier(Protocol):
         """
 
     def remove(self, key: bytes, reason: str | None = None) -> None:
-        """Hide a record that is missing or, for `reason`, must not be used; remove it soon."""
+        """Hide a record that is missing or, if a `reason` is given, is bad; remove it soon."""
 
 
 class ReadTier(LowerTier, BlockSource, Protocol):
@@ -227,8 +227,7 @@ class ReadTier(LowerTier, BlockSource, Protocol):
         """
 
 
-# Rows of the index. A damaged index may hold anything: rows with values of a wrong type are left
-# out.
+# Rows of the index. A damaged index may hold anything: rows with wrong types are left out.
 
 
 def read_sessions(rows: Iterable[Any]) -> list[Session]:
@@ -246,7 +245,7 @@ def read_root(key: Any, root_json: Any) -> Root | None:
         return None
 
 
-# A session with a name or a pin also has a small file, because block files do not have these.
+# A session with a name or a pin also has a small file: block files have no names and pins.
 
 
 def sidecar_path(folder: Path, session_id: str) -> Path:
@@ -275,8 +274,8 @@ def read_sidecar(path: Path, files: OwnFiles) -> Session:
         (session,) = read_sessions([astuple(Session(**content))])
         if path.name != f"{session.id}.json":
             raise ValueError(f"it holds session {session.id!r}")
+        # Both raise for values that SQLite refuses.
         (session.name or "").encode()
-        # Otherwise SQLite refuses them.
         session.n_tokens.to_bytes(8, "little", signed=True)
         if math.isnan(session.created + session.used):
             raise ValueError("it has a time that is not a number")

@@ -14,15 +14,15 @@ from .index import Index
 logger = logging.getLogger(__name__)
 
 MOST_TOKENS = 1 << 19
-"""Most tokens whose ids are read for drafts: 8 MiB, in 0.1 s."""
+"""At most this number of tokens is read for drafts: 8 MiB, in 0.1 s."""
 N_LAST = 6
-"""Ids of a run: after 4 equal ids the next ids often differ; 12 equal ids come too late."""
+"""Ids in a run. After 4 equal ids, the next ids often differ; waiting for 12 takes too long."""
 _FACTOR = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
 
 
 class Runs:
-    """The last end of each run of `N_LAST` ids in packed ids (see `pack_ids`): 16 bytes an id.
+    """Where each run of `N_LAST` ids last occurs in packed ids (see `pack_ids`): 16 bytes an id.
 
     Runs are found by polynomial hashes modulo 2**64, as Karp and Rabin do (IBM Journal of Research
     and Development 31, 1987), in a sorted array.
@@ -39,7 +39,7 @@ class Runs:
         self._hashes = hashes[self._order]
 
     def after(self, run: Sequence[int], n: int) -> list[int]:
-        """Return up to `n` ids that followed the last `N_LAST` of a run, without ids of images."""
+        """Return up to `n` ids, before any image, that followed the last `N_LAST` ids of a run."""
         run = list(run[-N_LAST:])
         if len(run) < N_LAST or min(run) < 0:
             return []
@@ -66,7 +66,7 @@ class StoredRuns:
         self._reads = Thread()
 
     def read(self, root: Root) -> bool:
-        """Start to read a changed tree; return False while another is read. Generation thread."""
+        """Start to read a tree if it changed; return False if a read runs. Generation thread."""
         if self._reads.is_alive():
             return False
         self._reads = Thread(target=self._read, args=(root,), name="stored runs", daemon=True)

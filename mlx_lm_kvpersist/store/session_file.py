@@ -36,7 +36,7 @@ SESSION_FORMAT = 1
 
 _FORMAT_KEY = "kvpersist-session"
 Progress = Callable[[int, int], None]
-"""Called with the number of files done, and of all files."""
+"""Called with the numbers of files done and of all files."""
 
 
 class Listed(NamedTuple):
@@ -68,7 +68,7 @@ def _line(content: Mapping[str, Any]) -> bytes:
 
 
 class SessionFile:
-    """An exported session whose files match their checksums; readers check the content.
+    """An exported session. Opening it checks the content of all files.
 
     Raises StoreFormatError when a newer version wrote it and StoreError when it is malformed.
     """
@@ -108,7 +108,7 @@ class SessionFile:
         self._read_items(n_blocks, progress)
         self.name: str | None = session["name"]
         if self.name is not None:
-            self.name.encode()  # otherwise SQLite refuses it
+            self.name.encode()  # raises for text that SQLite refuses
         if session["n_tokens"] != self.blocks[-1].stop:
             raise ValueError("the session does not end at the end of its last block")
 
@@ -167,7 +167,7 @@ def export_parts(
     """Return the size of an exported session in bytes, and its parts.
 
     All files are checked first. Evicted checkpoints are left out. Raises StoreError when a block is
-    missing or a file is damaged; reading the parts raises it, too.
+    missing or a file is damaged, also while the parts are read.
     """
     exported: dict[Path, Listed] = {}
     files = index.files
@@ -212,9 +212,9 @@ def export_parts(
 def import_session(disk: DiskStore, source: SessionFile) -> tuple[Session, Sequence[Record], bool]:
     """Write a checked session to a store, within its budget, completely or not at all.
 
-    If a session of the same name continues it, that session stays. A session of the same name that
-    ends inside it moves. Return the session, its new records, and whether it was added or moved.
-    Raises StoreError.
+    A session of the same name stays if it continues the imported session, and moves if it ends
+    inside. Return the session, its new records, and whether it was added or moved. Raises
+    StoreError.
     """
     leaf = Leaf(source.name, source.blocks[-1].key, source.blocks[-1].stop)
 

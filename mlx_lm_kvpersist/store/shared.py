@@ -1,11 +1,10 @@
 """The shared tier: blocks in a bucket or folder that several servers use.
 
 Blocks never change, so servers need no coordination: each server puts missing blocks, fetches the
-blocks that a prompt needs, and checks them (`shared_objects`). The prompt's HTTP thread waits while
-fetching is quicker than computing, before the request is queued; a lookup never asks the store.
+blocks that a prompt needs, and checks them (`shared_objects`). Before a request is queued, its HTTP
+thread waits while fetching is quicker than computing; a lookup never asks the store.
 
-Records are put on a separate thread. Waiting objects are on disk, not in RAM. An object that cannot
-be put is skipped after some attempts.
+Records are put on a separate thread. Waiting objects are on disk, not in RAM.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _N_TURNS = 256
 N_AHEAD = 6
 """The most objects fetched at once. The first is fetched alone, to arrive sooner."""
 MOST_LOSS = 0.06
-"""The share of its computing time that a prompt may wait without result, and its bounds."""
+"""A prompt may wait without result for this share of its computing time, in the next bounds."""
 LEAST_LOSS_S, MOST_LOSS_S = 0.02, 2.0
 SLOW_S, MOST_SLOW_S = 30.0, 1800.0
 """How long a slow store is skipped, at first and at most."""
@@ -87,7 +86,7 @@ class Putting:
         self._max_bytes, self._prune_at_s = max_bytes, time.monotonic()
         self._turns: OrderedDict[bytes, _Turn] = OrderedDict()
         self.waiting: deque[tuple[Record | _Turn | bytes, int]] = deque()
-        """Objects to put, with failed attempts. A key stands for the chain up to its block."""
+        """Objects to put, with numbers of failed attempts. A key stands for the chain up to it."""
         self._since_s = 0.0
         self._changes = SimpleQueue[None]()
         self._is_closing = self._is_busy = False
@@ -97,7 +96,7 @@ class Putting:
     def write(self, commit: Commit) -> bool:
         """Queue a written commit; return False if too much waits already.
 
-        Unfinished blocks are left out unless the turn has ended, because no prompt finds them.
+        Until the turn ends, blocks that are not full are left out: no prompt finds them.
         """
         blocks = [block for block in commit.blocks if commit.leaf or block.n_tokens == BLOCK_TOKENS]
         records: list[Record] = [*blocks, *commit.checkpoints]
@@ -146,7 +145,7 @@ class Putting:
         return not self._is_busy and (not self.waiting or bool(self._store.failed_with))
 
     def _work(self) -> None:
-        """Try a store that failed, and put the waiting objects as long as the store answers."""
+        """Ask a failed store again; put the waiting objects as long as the store answers."""
         store, self._since_s = self._store, time.monotonic()
         if store.reads.failed_with and not store.answers():
             return
@@ -188,7 +187,7 @@ class Putting:
         self._store.put(record.key, content)
 
     def _put_turn(self, new: _Turn) -> None:
-        """Put a conversation, with the replies that were put before."""
+        """Put a conversation, and keep the replies that its object already has."""
         store, root, chain = self._store, new.root, tuple[Block, ...]()
         if new.leaf is not None and not (chain := tuple(self._disk.chain(new.leaf))):
             return  # it was evicted, or removed
@@ -235,9 +234,9 @@ class Putting:
 
 @dataclass(frozen=True)
 class Plan:
-    """The blocks that match a prompt's beginning, and how far the prompt continues with them.
+    """The blocks that match a prompt's beginning, and how many tokens they can restore.
 
-    `missing` are the records to fetch, with approximate bytes, in the order of use.
+    `missing` are the records to fetch, with approximate sizes in bytes, in the order of use.
     """
 
     path: Sequence[Block] = ()
@@ -267,17 +266,17 @@ class Wanted:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens that this server has."""
+        """Tokens of the prompt that this server has."""
         return self.chain[-1].stop if self.chain else 0
 
     @property
     def loss_s(self) -> float:
-        """Seconds that it may wait without result."""
+        """Seconds that the prompt may wait without result."""
         left_s = self.compute_s(self.n_tokens, len(self.ids) - self.n_tokens)
         return min(MOST_LOSS_S, max(LEAST_LOSS_S, MOST_LOSS * left_s))
 
     def keys(self) -> list[bytes]:
-        """Return the keys of the full blocks that follow `chain` by the prompt's own ids."""
+        """Return the keys of the full blocks after `chain`, computed from the prompt's ids."""
         if not self.any_prefix:
             return []
         parent = self.chain[-1].key if self.chain else self.root.key
@@ -302,7 +301,7 @@ class Fetching:
     def run(self) -> str:
         """Fetch, and return a note for people. Fetched blocks are used even if this raises.
 
-        Raises TooLate if it took longer than it saved, and OSError or RuntimeError.
+        Raises TooLate if fetching takes longer than it saves, and OSError or RuntimeError.
         """
         wanted = self._wanted
         opening = opening_of(wanted.messages, pack_ids(wanted.ids[:OPENING_TOKENS]))
@@ -324,7 +323,7 @@ class Fetching:
                 future.cancel()
 
     def _beyond(self) -> list[bytes]:
-        """Return the keys of the blocks that follow the conversation by the prompt's own ids."""
+        """Return the keys of blocks after the conversation's, computed from the prompt's ids."""
         wanted = self._wanted
         own = [*(block.key for block in wanted.chain), *wanted.keys()]
         path = [block.key for block in self._full_path]
@@ -335,7 +334,7 @@ class Fetching:
         return [block for block in self._plan.path if block.n_tokens == BLOCK_TOKENS]
 
     def _fetch(self, keys: Sequence[bytes]) -> None:
-        """Fetch in order, up to the first missing object."""
+        """Fetch in order, up to the first missing object or half of RAM."""
         for n, key in enumerate(keys):
             self._ask(keys[n : n + min(N_AHEAD, 1 + n // 2)])
             entry = self._result(self._coming.pop(key))
@@ -354,7 +353,7 @@ class Fetching:
                 self._coming[key] = self._tier.threads.submit(get)
 
     def _result(self, future: Future[Result]) -> Result:
-        """Return a future's result. Raises TooLate if it takes longer than it saves."""
+        """Return a future's result. Raises TooLate if that takes longer than it saves."""
         try:
             return future.result(self._left_s())
         except TooLate as error:
@@ -363,9 +362,9 @@ class Fetching:
             raise
 
     def _left_s(self) -> float:
-        """Return how long to wait: the time saved by received records, plus a loss. Raises TooLate.
+        """Return the seconds left of the time that received records save, plus a loss.
 
-        If the model needs checkpoints, received records save their share of all missing records.
+        If the model needs checkpoints, they save their share of all missing bytes. Raises TooLate.
         """
         wanted, n_tokens = self._wanted, self._n_tokens
         if not wanted.any_prefix and self._plan.missing:
@@ -378,7 +377,7 @@ class Fetching:
         return left_s
 
     def _land(self, beyond: Sequence[bytes]) -> None:
-        """Put the received blocks that continue the chain in RAM into RAM."""
+        """Put the received records before the first missing record into RAM."""
         got = self._got
         after = [got[key].block for key in beyond if key in got]
         if after:

@@ -1,9 +1,9 @@
 """A shared store's objects by key: encrypted, named, checked and counted. A failing store is
 skipped for a time.
 
-A damaged object is a miss, and replaced when this server has its content. Any thread.
+A damaged object is a miss, and is replaced when this server has its content. Any thread.
 
-A conversation is found by its first messages: its object has its newest chain, and the remembered
+A conversation's object is named after the first messages. It has the newest chain, and remembered
 replies, which another server may have computed.
 """
 
@@ -50,7 +50,7 @@ _FORMAT = 1
 class Conversation:
     """A chain with its checkpoints, and packed ids of replies by digest, as `Commit` has them.
 
-    `note` tells people why the store has nothing else, or is "".
+    `note` tells people why the chain is empty, if the reason is known.
     """
 
     chain: tuple[Block, ...] = ()
@@ -59,9 +59,9 @@ class Conversation:
     note: str = ""
 
     def packed(self) -> bytes:
-        """Return it as compressed JSON; if there are too many replies, only the newest.
+        """Return compressed JSON; if there are too many replies, it has only the newest.
 
-        Raises StoreError if it is too long without replies.
+        Raises StoreError if the JSON is too long even without replies.
         """
         place = {block.key: n for n, block in enumerate(self.chain)}
         replies = [[digest.hex(), ids.hex()] for digest, ids in self.replies.items()]
@@ -94,7 +94,7 @@ class Conversation:
         for ids, text, pending in content["blocks"]:
             packed_ids = bytes.fromhex(ids)
             key = block_key(parent, packed_ids)
-            text.encode()  # otherwise SQLite refuses it
+            text.encode()  # raises for text that SQLite refuses
             chain.append(Block(key, parent, start, packed_ids, text, bytes.fromhex(pending)))
             parent, start = key, chain[-1].stop
         at = [(chain[place].key, kind, n) for place, kind, n in content["checkpoints"]]
@@ -154,7 +154,7 @@ class SharedObjects:
         self.reads = Breaker("read", self.failures)
         self.writes = Breaker("written", self.failures)
         self.seen_s: dict[bytes, float] = {}
-        """When objects were last known to exist, by the wall clock: other servers remove old
+        """When objects were last known to exist, by the wall clock: other servers may remove
         objects while this machine sleeps."""
         self._bad: set[bytes] = set()
         if self.objects.is_hanging:
@@ -180,7 +180,7 @@ class SharedObjects:
         return self.reads.failed_with or self.writes.failed_with
 
     def path(self, key: bytes) -> str:
-        """Return the name of an object. Everything except its hash is the same in every store."""
+        """Return the name of an object in the bucket or folder."""
         name = self._encryption.object_name(key)
         return f"{OBJECTS}/{name[:2]}/{name}"
 
@@ -233,14 +233,14 @@ class SharedObjects:
         self.seen_s.pop(key, None)
         if is_bad:
             if len(self._bad) >= _MAX_KEYS:
-                self._bad.clear()  # they are refused again
+                self._bad.clear()  # bad objects are refused again
             self._bad.add(key)
 
     # Put.
 
     def saw(self, key: bytes) -> None:
         if len(self.seen_s) >= _MAX_KEYS:
-            self.seen_s.clear()  # they are asked for again
+            self.seen_s.clear()  # the objects are asked for again
         self.seen_s[key] = time.time()
 
     def is_seen(self, key: bytes) -> bool:
@@ -249,7 +249,7 @@ class SharedObjects:
         return 0 <= time.time() - seen_s < ASK_AGAIN_S
 
     def lacks(self, key: bytes) -> bool:
-        """Return whether an object should be put: it is missing, is damaged or was put long ago."""
+        """Say whether an object should be put: it is missing, is damaged or was put long ago."""
         if self.is_seen(key):
             return False
         age_s = None if key in self._bad else self._age_s(key)

@@ -33,7 +33,7 @@ class SmallState(Rows):
     """Rows of the index that no block needs. Any thread may read; changes need the store's lock."""
 
     def replies(self, root: bytes, digests: Sequence[bytes]) -> dict[bytes, bytes]:
-        """Return the packed ids of remembered replies, by digest, whose checksum is right."""
+        """Return the packed ids of the remembered replies whose checksum is right, by digest."""
         query = "SELECT digest, ids FROM replies WHERE root = ? AND digest IN (VALUES {})"
         rows = self.ask_in(query, zip(digests), root, types=(bytes, bytes))
         return {
@@ -60,7 +60,7 @@ class SmallState(Rows):
             )
 
     def trim_replies(self, max_bytes: int) -> None:
-        """Remove the oldest replies, until the other replies take at most `max_bytes`."""
+        """Remove the oldest replies until the rest takes at most `max_bytes`."""
         if self.database.files.n_bytes(self.database.path.name) <= max_bytes:
             return
         with self.database.transaction() as db:
@@ -85,7 +85,7 @@ class SmallState(Rows):
             db.execute("INSERT OR REPLACE INTO state VALUES (?, ?)", row)
 
     def note(self, session_id: str, *, with_text: bool = True) -> dict[str, str]:
-        """Return a session's `title`, `client` and, `with_text`, first `words`, each if any."""
+        """Return a session's `title`, `client` and (if `with_text`) first `words`, if known."""
         note: dict[str, str] = self._get(f"{_NOTE}{session_id}") or {}
         return note if with_text else {**note, "words": ""}
 
@@ -157,7 +157,7 @@ class SmallState(Rows):
             )
 
     def requests(self) -> list[dict[str, Any]]:
-        """Return the records of requests, the newest first, without unreadable ones."""
+        """Return the readable records of requests, the newest first."""
         records = []
         for (record_json,) in self.ask("SELECT about FROM requests ORDER BY number DESC"):
             with suppress(TypeError, ValueError):
@@ -185,7 +185,7 @@ class SmallState(Rows):
     def forget_requests(
         self, sessions: Collection[tuple[str | None, str | None]] | None = None
     ) -> None:
-        """Remove the records of sessions (None: of all), and quotations of them in other records.
+        """Remove the records of sessions (None: of all sessions), and all quotations in others.
 
         sessions: their names and namespaces; None means any namespace.
         """

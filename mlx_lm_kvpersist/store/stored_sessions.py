@@ -1,4 +1,4 @@
-"""The sessions of a running store, for its operator and its agents. HTTP threads ask."""
+"""The sessions of a running store, for its operator and its agents. For HTTP threads."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class StoredSessions:
                 sessions, total = matching[skip : skip + SHOWN], len(matching)
             notes = [index.state.note(session.id, with_text=with_text) for session in sessions]
             saved = index.state.saved()
-            # Pages ask every few seconds, and long conversations have thousands of blocks.
+            # The last answer is kept: pages ask every few seconds, and there are many blocks.
             state = sessions, notes, total, saved, index.totals(), pool.n_bytes, pool.n_evicted
             before, answer = self._last
             if state == before:
@@ -90,7 +90,7 @@ class StoredSessions:
         return answer
 
     def _sums(self, index: Index, sessions: Sequence[Session]) -> dict[bytes, tuple[int, int, int]]:
-        """Return by leaf the numbers of blocks and of blocks in RAM, and the bytes, of a chain."""
+        """Return each chain's number of blocks, number of blocks in RAM, and bytes, by leaf."""
         sums: dict[bytes, tuple[int, int, int]] = {}
         for key, parent, n_bytes, *_ in index.outline({session.leaf for session in sessions}):
             n_above, n_in_ram_above, bytes_above = sums.get(parent, (0, 0, 0))
@@ -113,10 +113,10 @@ class StoredSessions:
     def add_names(
         self, records: Sequence[dict[str, Any]], *, with_text: bool
     ) -> list[dict[str, Any]]:
-        """Add the `title` and, `with_text`, the first `words` of its session to each record.
+        """Add to each request's record a session's `title` and, if `with_text`, first `words`.
 
-        The session is the most recently used one of the request's name and namespace. Both fields
-        are None without a session, and while the index cannot be read.
+        It is the most recently used session of the request's name and namespace. Both fields are
+        None without a session, and while the index cannot be read.
         """
         wanted = {(record["session"], record["namespace"]) for record in records}
         newest: dict[tuple[str | None, str], Session] = {}
@@ -216,7 +216,7 @@ class StoredSessions:
             for block in gone:
                 self._store.pool.drop_beginnings(block)
                 self._store.pool.drop_unpinned(block.key)
-            self._store.runs = StoredRuns(disk.index)  # ids that were read before are not used
+            self._store.runs = StoredRuns(disk.index)  # ids read before may be deleted ids
             done = {"id": session_id, "deleted": True, "disk_bytes_freed": freed}
             return session, namespace, done
 
@@ -243,7 +243,7 @@ class StoredSessions:
     # Sessions by name.
 
     def describe_named(self, namespace: str, name: str) -> dict[str, Any]:
-        """Return numbers of tokens, blocks and bytes; `used` is in seconds since the epoch.
+        """Describe the branches of a name together; `used` is in seconds since the epoch.
 
         Tokens and precision are those of the most recently used branch.
         """
@@ -272,9 +272,9 @@ class StoredSessions:
         }
 
     def pin_newest(self, namespace: str, name: str, since_s: float) -> dict[str, Any] | None:
-        """Pin a name's session that was saved last, and unpin its older sessions of that model.
+        """Pin the newest session of a name, and unpin the name's older sessions of that model.
 
-        Return None if no session was saved since then.
+        Return None if no session was saved since `since_s`.
         """
 
         def change(disk: DiskStore) -> dict[str, Any] | None:
@@ -291,7 +291,7 @@ class StoredSessions:
         return self.changed(change)
 
     def each_named(self, namespace: str, name: str, change: Callable[[str], object]) -> bool:
-        """Change every branch by its id: `pin`, `evict` or `delete`; return whether one exists."""
+        """Call `change`, such as `evict`, with each branch's id; return whether a branch exists."""
         ids = self.changed(
             lambda disk: [session.id for session in _branches(disk.index, namespace, name)]
         )

@@ -38,14 +38,14 @@ class Fault(str, Enum):
     ORPHAN = "orphan"
     """A file that the index does not know."""
     SESSION = "session"
-    """A session's last block is missing, or its file would mislead a rebuild."""
+    """A session's last block is missing, or the session's file would mislead a rebuild."""
     INDEX = "index"
     """The index has rows that cannot be read, or totals that are not those of its rows."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A fault. `subject` is a key as hex, a path or a session's id; `check` looks again."""
+    """A fault. `subject` is a key as hex, a path or a session's id; `check` repeats the check."""
 
     fault: Fault
     subject: str
@@ -56,7 +56,7 @@ class Problem:
 def find_problems(
     folder: Path, index: Index, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> list[Problem]:
-    """Return a store's problems; `progress` is called with the numbers of files read and in all."""
+    """Return a store's problems; `progress` gets the numbers of files read and of all files."""
     records = [(key, kind) for kind in FOLDERS for key in sorted(index.keys(kind))]
     paths = (path for kind in (*FOLDERS, "sessions") for path in sorted(index.files.paths(kind)))
     checks = [
@@ -90,7 +90,7 @@ def fix_problems(disk: DiskStore, problems: list[Problem]) -> None:
                 disk.quarantine(bytes.fromhex(problem.subject), problem.reason)
             elif problem.fault is Fault.UNREACHABLE:
                 disk.forget(bytes.fromhex(problem.subject))
-        disk.sweep()  # rows without a file, files without a row
+        disk.sweep()
         for session in disk.index.sessions():
             if _wrong_end(disk.index, session):
                 disk.remove_session(session)
@@ -122,14 +122,14 @@ def _check_record(index: Index, key: bytes, kind: str) -> Problem | None:
 def _record_fault(
     index: Index, record: Record, root: Root, n_bytes: int
 ) -> tuple[Fault, str] | None:
-    """Return the differences between a record's row and its file, which is intact."""
+    """Return a fault of a record whose file is intact, if it has one."""
     if isinstance(record, Checkpoint):
         what, parent_key = "block", record.block
         is_as_indexed = (record, n_bytes) in index.checkpoints([parent_key])
     else:
         what, parent_key = "parent", record.parent
         row = index.block(record.key)
-        # `Block` compares by its key.
+        # `==` of blocks ignores their text.
         is_as_indexed = (record, root.key, n_bytes) == row and astuple(record) == astuple(row[0])
     parent = index.block(parent_key)
     if isinstance(record, Checkpoint) and parent and parent[1] != root.key:

@@ -1,7 +1,7 @@
 """The writer: one thread that changes the store, so that generation never waits for a disk.
 
-`Threads` run all other tasks that may wait for a disk or a network. The process waits for none of
-these threads when it ends.
+`Threads` run all other tasks that may wait for a disk or a network. An ending process waits for no
+such thread.
 
 Checkpoints that the next turn will probably supersede are postponed. They are written if their
 conversation does not continue, if too much is postponed, and when the store is drained or closed.
@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 REST_FACTOR = 6.0
-"""Pause per work while replies run. On a GPU, the writer takes 2.5% of the replies' time."""
+"""Length of a pause per length of work while replies run. On a GPU, the writer takes 2.5% of the
+replies' time."""
 MAX_AGE_S = 5.0
 """While a commit that is this old waits or is being written, the writer does not pause."""
 POSTPONE_S = 30.0
@@ -36,7 +37,7 @@ ABANDON_S = 300.0
 MOST_TOGETHER_BYTES = 64 << 20
 """Waiting turns are saved together, up to this size."""
 GATHER_S = 0.25
-"""How long turns and notes wait for more, to share a lock and a transaction."""
+"""How long turns and notes wait for others, to share a lock and a transaction."""
 
 
 class Threads:
@@ -92,7 +93,7 @@ def run_into(future: Future[Result], task: Callable[[], Result]) -> None:
 class Task:
     """A task: call `run`, or save a `commit`, whose records are pinned until `let_go` is called.
 
-    `sizes` has the bytes of the records that are only in RAM, by key.
+    `sizes` has the sizes in bytes of the records that are only in RAM, by key.
     """
 
     run: Callable[[], object] = lambda: None
@@ -103,7 +104,7 @@ class Task:
     due_s: float = math.inf
     """When the task is written if it is postponed, by the writer's clock."""
     is_urgent: bool = False
-    """Whether the task saves a turn that has ended: a client may wait for it."""
+    """Whether the task belongs to a turn that has ended: a client may wait for it."""
     is_note: bool = False
     """Whether `run` changes rows of the index only."""
 
@@ -113,22 +114,21 @@ class Task:
 
 
 def _bytes_of(tasks: Iterable[Task]) -> int:
-    """Return the bytes in RAM: a record of several tasks counts once."""
+    """Return the size in RAM: a record of several tasks counts once."""
     return sum({key: n for task in tasks for key, n in task.sizes.items()}.values())
 
 
 class Writer:
-    """Runs tasks on one long-lived thread, in order, except that tasks that save ended turns come
-    first.
+    """Runs tasks on one long-lived thread, in order, but tasks of ended turns come first.
 
-    `save` is called with turns, or with notes, that wait at the same time. All wait `GATHER_S` for
-    more, unless somebody waits for the writer or half of `max_bytes` waits.
+    `save` is called with the turns or the notes that wait together, or with another commit. They
+    wait `GATHER_S` for more, unless an action, somebody, or half of `max_bytes` waits.
 
     At most `max_bytes` of blocks and checkpoints wait. If more come, no request waits: the oldest
-    commit that a later commit contains is left out or, if there is none, the oldest commit. The
-    newest commit, with the commit that is being written, may take `max_bytes` again. A commit that
-    waits alone, or after a bigger commit, may always wait. In addition, half of `max_bytes` may be
-    postponed.
+    commit that a later commit contains is dropped or, if there is none, the oldest commit. The
+    newest commit and the commit that is being written may take `2 * max_bytes` together. A commit
+    that waits alone is not dropped, nor a commit of up to `max_bytes` behind one of more than
+    `2 * max_bytes`. Half of `max_bytes` more may be postponed.
     """
 
     def __init__(self, max_bytes: int, save: Callable[[Sequence[Task]], object]) -> None:
@@ -155,7 +155,7 @@ class Writer:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the blocks and checkpoints that wait or are being written."""
+        """Size of the blocks and checkpoints that wait or are being written."""
         with self._changed:
             return _bytes_of(self._commit_tasks())
 
@@ -171,7 +171,7 @@ class Writer:
             return [task.commit for task in tasks if task.commit is not None]
 
     def unwritten(self) -> set[bytes]:
-        """Return the waiting keys: of records only in RAM, and of ended turns and replies."""
+        """Return the waiting keys: of records only in RAM, of turns' leaves, and of replies."""
         with self._changed:
             keys = set[bytes]()
             for task in self._commit_tasks():
@@ -247,7 +247,7 @@ class Writer:
     def postpone(self, end: bytes, task: Task, *, has_ended: bool) -> None:
         """Postpone the commit of a conversation that ends in `end`; it can still be withdrawn.
 
-        The delay is much longer if no reply `has_ended`, because a running reply continues it.
+        If no reply `has_ended`, the delay is much longer: a reply will continue the conversation.
         """
         task.due_s = self.now() + (POSTPONE_S if has_ended else ABANDON_S)
         with self._changed:
@@ -256,14 +256,14 @@ class Writer:
             self._changed.notify_all()
 
     def resize(self, max_bytes: int) -> None:
-        """Change the bytes that may wait; write the oldest postponed commits beyond half."""
+        """Change `max_bytes`; write the oldest postponed commits beyond half of it."""
         with self._changed:
             self.max_bytes = max_bytes
             while self._postponed and self.n_postponed_bytes > max_bytes // 2:
                 self.write_postponed(ends=[next(iter(self._postponed))])
 
     def withdraw(self, ends: Iterable[bytes]) -> None:
-        """Drop the postponed commits at ends that have been continued."""
+        """Drop the postponed commits of conversations that end at `ends`. Any thread."""
         with self._changed:
             gone = [self._postponed.pop(end) for end in ends if end in self._postponed]
         for task in gone:
@@ -272,7 +272,7 @@ class Writer:
     def write_postponed(
         self, due_s: float = math.inf, ends: Collection[bytes] | None = None
     ) -> None:
-        """Queue the postponed commits that are due by `due_s` and at `ends`. Any thread."""
+        """Queue the postponed commits that are due by `due_s` and end at `ends`. Any thread."""
         with self._changed:
             for end, task in list(self._postponed.items()):
                 if task.due_s <= due_s and (ends is None or end in ends):
@@ -307,8 +307,8 @@ class Writer:
     def rest(self) -> None:
         """Pause after the work so far, while replies run. Writer thread.
 
-        The pause ends when somebody waits, when half of `max_bytes` waits, and when the oldest
-        commit is `MAX_AGE_S` old.
+        The pause ends when somebody waits, half of `max_bytes` waits, or the oldest commit is
+        `MAX_AGE_S` old.
         """
         with self._changed:
             self._end_work()
@@ -372,7 +372,7 @@ class Writer:
             del tasks
 
     def _gathers_s(self) -> float:
-        """Return how long to wait for more turns and notes, if nobody waits. O(tasks)."""
+        """Return how long to wait for more turns and notes; 0 if somebody waits. O(tasks)."""
         has_other = any(not (task.commit or task.is_note) for task in self._tasks)
         if has_other or self._n_waiting or self._is_half_full():
             return 0.0
