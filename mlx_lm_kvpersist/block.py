@@ -140,9 +140,9 @@ class Checkpoint:
     """The content of windows or recurrent layers at the end of the block with the key `block`.
 
     It has a separate file, which may be evicted before the block's. `kind` names the content. A
-    "state" is that of recurrent layers, with the newest tokens of quantized layers; "window-512" is
-    the KV of layers that see 512 tokens. `n_tokens` is the number of the block's last tokens that
-    the checkpoint covers, 0 for a state.
+    "state" is the state of recurrent layers, with the newest tokens of quantized layers;
+    "window-512" is the KV of layers that see 512 tokens. `n_tokens` is how many tokens at the
+    block's end the checkpoint covers, 0 for a state.
     """
 
     folder: ClassVar[str] = "checkpoints"

@@ -211,8 +211,8 @@ class BlockSource(Protocol):
     ) -> Sequence[Block]:
         """Return at most `limit` blocks that continue `parent`.
 
-        `ahead` is the next text, or the next packed ids, of a prompt: blocks that share less of it
-        than others may be left out.
+        `ahead` is the next text, or the next packed ids, of a prompt. The result may omit blocks
+        that share less with `ahead` than other blocks do.
         """
 
 
@@ -325,8 +325,8 @@ class _Step:
     """A block whose first `n_equal` characters (or bytes of ids) the prompt has at `position`.
 
     If the block begins inside a character, `pending` has that character's first bytes. `ids_end`:
-    where the block's packed ids end, from the root. `has_own_ids`: whether all ids up to there are
-    the prompt's own.
+    the end of the block's packed ids, counted from the root. `has_own_ids`: whether all ids up to
+    this end are the prompt's own.
     """
 
     node: Block

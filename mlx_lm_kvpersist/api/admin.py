@@ -85,9 +85,9 @@ def send(handler: Any, answer: Answer) -> None:
 
 
 def operator_route(answer: Callable[[Any], Any], key: str | None) -> Callable[[Any], None]:
-    """Return a route's function like that of `answering`, but for requests of operators only.
+    """Return a route's function, like `answering`, but only for requests of operators.
 
-    With a `key`, every request must have it, and may come from anywhere. Without a key, only
+    If there is a `key`, every request must have it, and may come from anywhere. If not, only
     programs on the server's own machine may ask. A browser there also shows pages of other sites
     and servers: such a page may not change anything by a POST.
     """

@@ -151,7 +151,7 @@ class AgentsAPI:
             if agent.beginning["messages"]:
                 with self._running(handler.headers, agent):
                     n_prompt, n_cached = handler.prefill(agent.beginning)
-                # Wait until the session is on disk. A slow disk is no error.
+                # Wait until the session is on disk. A slow disk is not an error.
                 with suppress(RequestRefused):
                     self._service.sessions().changed(lambda disk: None)
                 prefilled = {"tokens": n_prompt, "reused": n_cached}

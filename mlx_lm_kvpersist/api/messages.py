@@ -43,7 +43,7 @@ class MessagesAPI:
     """Parses requests to Messages, and makes error replies to them.
 
     Tools with `defer_loading` are not in the list of tools before all messages. Such a tool is
-    rendered where a tool's result refers to it.
+    rendered at the tool result that refers to the tool.
     """
 
     refuses_in_stream = False

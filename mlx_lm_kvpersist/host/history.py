@@ -181,7 +181,7 @@ class Template:
         return forms[self._first(("arguments", type(arguments), is_empty), tried)]
 
     def spoken(self, kinds: Sequence[str], place: int | None = None) -> str | None:
-        """Return a rendered conversation of these kinds, None if the template refuses it.
+        """Return a rendered conversation of messages of `kinds`, None if the template refuses it.
 
         place: the index of a message whose text must be between the texts of its neighbours.
         """

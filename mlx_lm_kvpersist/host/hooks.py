@@ -187,7 +187,7 @@ class ModelSupport:
     returns one cache for one call with padding on the right, or None to compute each prompt alone.
     Caches with the same attribute `kind` share a mask, so prompts are computed together only if
     these caches have one class. `batches` says whether sequences may be served together at all.
-    Without `limits`, neither memory nor running replies limit the chunks. `draft` has the caches
+    If `limits` is None, neither memory nor running replies limit the chunks. `draft` has the caches
     and limits of the draft model, if one was loaded. If a single reply repeats its conversation or
     `TakenRequest.draft_ids`, one step computes several tokens. `most_taken_back(caches)` returns
     how many tokens one call may append to a batch's caches so that `trim` can remove any number of
@@ -292,7 +292,7 @@ class TakenRequest:
         return Prepared(self.prompt)
 
     def insert(self, tokens: Sequence[int], caches: list[Any], cache_type: str) -> None:
-        """Save the caches of `tokens`: the prompt and its reply, as far as they are computed.
+        """Save the caches of `tokens`: the computed tokens of the prompt and of its reply.
 
         The caches of a draft model follow the main model's caches. Both may hold fewer tokens,
         because the last token is computed with the next token.

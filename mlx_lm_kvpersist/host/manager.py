@@ -31,7 +31,7 @@ RAISED: dict[str, type[Exception]] = {
     **dict.fromkeys(("model_loaded", "prepare_messages"), Exception),
     "request_received": RequestRefused,
 }
-"""By hook, the errors that reach the caller. All other errors are logged."""
+"""The errors that reach the caller, by hook. All other errors are logged."""
 NAMED = ("model_loaded", "take_request")
 """Hooks whose answers are paired with the plugin's name, for later calls of the plugin."""
 

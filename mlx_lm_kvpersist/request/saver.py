@@ -159,7 +159,7 @@ class Saver:
         """Return the records to restore for a chain's first `n_tokens`; none has its key in `lost`.
 
         If position `n_tokens` is inside a quantized block, an unfinished block with the same first
-        tokens is used. Without such a block, the last tokens are computed again. O(blocks).
+        tokens is used. If no such block exists, the last tokens are computed again. O(blocks).
         """
         needed, end = [], 0
         for block in path:

@@ -36,7 +36,7 @@ class _Job:
     make: Callable[[], Commit]
     result: Saved | Exception | None = None
     commit: Commit = field(init=False)
-    """The commit as it was last planned; it lacked `files`."""
+    """The commit of the last plan; `files` were missing on disk."""
     files: list[NewFile] = field(default_factory=list)
     reserved_bytes: int = 0
     sizes: dict[Path, int] = field(default_factory=dict)

@@ -421,7 +421,7 @@ class Index(Rows):
         `new` has the new records, each with the size of its file in bytes. `session` ends in the
         commit's leaf and is used now; its file has `sidecar_bytes`. No other session may end in a
         replaced block. Wrong rows are corrected. Return the keys of removed checkpoints: superseded
-        checkpoints, and those of replaced blocks.
+        checkpoints, and checkpoints of replaced blocks.
         """
         root, leaf = commit.root, commit.leaf
         with self.database.transaction() as db:

@@ -180,7 +180,7 @@ class Objects:
                         yield ListedObject(meta["path"], meta["size"], put_s)
 
     def delete(self, names: Sequence[str]) -> None:
-        """Remove at most 1,000 objects (S3's limit); if one is missing, others may remain."""
+        """Remove at most 1,000 objects (S3's limit); if one is missing, more may remain."""
         if self._folder is not None:
             for name in names:
                 OwnFiles(self._folder).remove(self._folder / name)

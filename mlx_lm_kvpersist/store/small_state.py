@@ -185,7 +185,7 @@ class SmallState(Rows):
     def forget_requests(
         self, sessions: Collection[tuple[str | None, str | None]] | None = None
     ) -> None:
-        """Remove the records of sessions (None: of all sessions), and all quotations in others.
+        """Remove the records of sessions (None: of all), and all quotations in the other records.
 
         sessions: their names and namespaces; None means any namespace.
         """

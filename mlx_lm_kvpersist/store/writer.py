@@ -37,7 +37,7 @@ ABANDON_S = 300.0
 MOST_TOGETHER_BYTES = 64 << 20
 """Waiting turns are saved together, up to this size."""
 GATHER_S = 0.25
-"""How long turns and notes wait for others, to share a lock and a transaction."""
+"""How long turns and notes wait for more turns, to share a lock and a transaction."""
 
 
 class Threads:
@@ -256,7 +256,7 @@ class Writer:
             self._changed.notify_all()
 
     def resize(self, max_bytes: int) -> None:
-        """Change `max_bytes`; write the oldest postponed commits beyond half of it."""
+        """Change `max_bytes`; write the oldest postponed commits beyond half of `max_bytes`."""
         with self._changed:
             self.max_bytes = max_bytes
             while self._postponed and self.n_postponed_bytes > max_bytes // 2:

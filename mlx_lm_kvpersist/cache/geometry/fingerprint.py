@@ -127,7 +127,7 @@ def _tensor_places(header: bytes) -> Iterator[int]:
 
     The offset within a tensor differs from tensor to tensor, so the samples of stacked experts are
     not all of the same expert. If a header is invalid, only the tensors before the first unreadable
-    tensor have samples. This is no error: mlx-lm does not load every file in a folder.
+    tensor have samples. This is not an error: mlx-lm does not load every file in a folder.
     """
     with suppress(ValueError, LookupError, TypeError, AttributeError):
         tensors = json.loads(header[8:])

@@ -297,7 +297,7 @@ def dtype_name(dtype: mx.Dtype) -> str:
 
 
 def forms_bytes(forms: Iterable[ArrayForm]) -> int:
-    """Return the size in bytes of arrays of these forms."""
+    """Return the size in bytes of arrays that have the given forms."""
     return sum(math.prod(shape) * int(dtype.size) for _, shape, dtype in forms)
 
 

@@ -118,7 +118,7 @@ class PackedKV:
     def n_to_read(self) -> int:
         """How many tokens a step reads: with the buffers' spare room, if that is at most a quarter.
 
-        Without the spare room, MLX would have to copy a slice of the buffers first.
+        The spare room is read, because MLX would have to copy a slice of the buffers first.
         """
         capacity = self.buffers[0].shape[2]
         return capacity if (capacity - self.n_tokens) * 4 <= capacity else self.n_tokens
@@ -153,7 +153,7 @@ class PackedKV:
         """Return keys, values or scores `packed` with the tokens `own` at position `at`.
 
         If rows differ, each token is in `packed` or in `own`, and the other array has zeros for it.
-        Otherwise `own` has all of these tokens. No slice of `packed` is taken: it would be copied.
+        Otherwise `own` has all tokens. No slice of `packed` is taken, because MLX would copy it.
         """
         if self.rows_differ:
             return packed.at[at].add(own)
@@ -262,7 +262,7 @@ def _padded_attention(
     first key, so its result is finite.
     """
     n_queries = queries.shape[2]
-    # Without padding this still copies, because MLX builds a kernel for each set of strides.
+    # A pad of 0 also copies the queries: MLX builds a kernel for each set of strides.
     queries = mx.pad(queries, [(0, 0), (0, 0), (0, -n_queries % QUERY_MULTIPLE), (0, 0)])
     first = last - n_queries
     positions = mx.arange(first, first + queries.shape[2])[:, None]

@@ -61,7 +61,7 @@ of the difference with each chunk."""
 
 @dataclass
 class PrefillMemory:
-    """Bytes that a chunk takes besides the model and the caches, and the limit of these bytes.
+    """Bytes that a chunk takes besides the model and the caches, and their limit.
 
     `token_bytes` are one layer's activations, for each token. `score_bytes` are the scores of
     attention that is not fused, for each pair of token and key. `key_bytes` are one layer's

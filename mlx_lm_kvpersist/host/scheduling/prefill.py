@@ -83,7 +83,7 @@ def most_tokens(
 
 @dataclass(eq=False)
 class Prefill:
-    """A prompt from the queue until its reply begins. The first fields are those of stock's items.
+    """A prompt from the queue until its reply begins. The first fields equal stock's fields.
 
     `segments` are the ids that are left; the last segment is one id, with which the reply begins.
     `caches`, one per layer, hold `tokens`; once the prompt is being computed, `batch` has them.
@@ -149,7 +149,7 @@ class Prefills:
         """Return the groups of prompts that begin to reply, and the chunk to compute, by uid.
 
         If the plugin raises, the error comes with the prompt whose turn it is. stopped: prompts
-        that end now. step_s: the time of the last step of the replies. beside: if replies run.
+        that end now. step_s: the time of the replies' last step. `beside`: whether replies run.
         """
         prefills = [prefill for prefill in self.all if prefill.uid not in stopped]
         unready = [prefill for prefill in prefills if not prefill.is_ready]

@@ -190,7 +190,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _wait_s(self) -> float | None:
         """Return how many seconds to wait for a request that arrived with the first of a batch.
 
-        A thread still reads or tokenizes that request. Without a wait the first would run alone.
+        A thread still reads or tokenizes that request. If nobody waited, the first would run alone.
         """
         if self._has_stepped or self._ranks.are_several:
             return None

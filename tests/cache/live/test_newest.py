@@ -267,6 +267,7 @@ def test_keys_and_queries_padded_to_few_lengths_match_the_reference(
         return attend(queries, keys, *others, **more)
 
     monkeypatch.setattr(attention, "builds_for_each_length", lambda *arrays: True)
+    monkeypatch.setattr(attention, "backend", lambda: "cuda")
     monkeypatch.setattr(attention, "KEY_MULTIPLE", 48)
     monkeypatch.setattr(attention, "QUERY_MULTIPLE", 5)
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", recorded)
