@@ -203,6 +203,8 @@ def rm(args: argparse.Namespace) -> Report:
         for session in chosen:
             disk.remove_session(session)
         disk.index.state.forget_requests(None if args.all else owners)
+        if args.all:
+            disk.index.state.trim_replies(0)
         is_overwritten = disk.index.database.empty_log()
         freed = before - disk.index.totals()
     reader = "The index keeps their text while another program reads it."

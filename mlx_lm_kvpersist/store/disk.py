@@ -399,7 +399,7 @@ class DiskStore:
         return replace(session, leaf=leaf.key, n_tokens=leaf.n_tokens, used=now)
 
     def remove_session(self, session: Session) -> list[Block]:
-        """Remove a session and the records that only it and its draft model need.
+        """Remove a session, and the records and replies that only it and its draft model need.
 
         Return the removed blocks. Their text is overwritten when the caller empties the log.
         """
@@ -411,13 +411,18 @@ class DiskStore:
             other_roots = [r for r in roots if own and own != r and own.shares_tenant(r)]
             self.index.remove_session(session.id)
             self.remove_sidecar(session.id)
-            for blocks in (chain, *(self._same_tokens(chain, root) for root in other_roots)):
-                for block in reversed(blocks):
-                    key = block.key
+            same = {root.key: self._same_tokens(chain, root) for root in other_roots}
+            for root_key, blocks in {session.root: chain, **same}.items():
+                packed_ids, kept = b"".join(block.packed_ids for block in blocks), list(blocks)
+                while kept:
+                    key = kept[-1].key
                     if self.index.sessions_at(key) or self.index.children(key, limit=1):
                         break
                     self.forget(key)
-                    removed.append(block)
+                    removed.append(kept.pop())
+                if len(kept) < len(blocks):
+                    start = sum(len(block.packed_ids) for block in kept)
+                    self.index.state.forget_replies(root_key, packed_ids, start)
         return removed
 
     def _same_tokens(self, chain: Sequence[Block], root: Root) -> list[Block]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import xxhash
 
+from ..block import pack_ids
 from .database import Rows
 from .records import Session
 
@@ -58,6 +59,23 @@ class SmallState(Rows):
                 "(SELECT used FROM replies ORDER BY used DESC LIMIT 1 OFFSET ?)",
                 (_MAX_REPLIES,),
             )
+
+    def forget_replies(self, root: bytes, packed_ids: bytes, start: int) -> None:
+        """Remove the replies of a root whose ids are in a chain's packed ids and end after `start`.
+
+        O(replies of the root * bytes of the chain). The chain may lack the last id of its last
+        reply, which the model has not read.
+        """
+        query = "SELECT digest, ids FROM replies WHERE root = ?"
+        found = []
+        for digest, value in self.ask(query, root, types=(bytes, bytes)):
+            with suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
+                ids = pack_ids(json.loads(value[:-_CHECKSUM_BYTES])["ids"])
+                is_last = len(ids) > 4 and packed_ids.endswith(ids[:-4])
+                if is_last or packed_ids.find(ids, max(0, start + 4 - len(ids))) >= 0:
+                    found.append((root, digest))
+        with self.database.transaction() as db:
+            db.executemany("DELETE FROM replies WHERE root = ? AND digest = ?", found)
 
     def trim_replies(self, max_bytes: int) -> None:
         """Remove the oldest replies until the rest takes at most `max_bytes`."""

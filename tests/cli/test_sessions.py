@@ -18,7 +18,8 @@ from rich.cells import cell_len
 
 from mlx_lm_kvpersist.cli.output import shown as shown_in_line
 from mlx_lm_kvpersist.store.index import Index
-from tests.store.conftest import chain, state, window
+from mlx_lm_kvpersist.store.records import Commit
+from tests.store.conftest import ROOT, chain, state, window
 from tests.support.store_files import block_path, checkpoint_path
 
 from .conftest import HEAD, WEIRD_NAME, CommandLine, block_files, checkpoint_files, fill
@@ -249,6 +250,14 @@ def test_rm_all_requires_yes(run: CommandLine, capsys: pytest.CaptureFixture[str
     *_, last = run.in_terminal(80, "sessions", "rm", "--all", "--yes")
     assert last.startswith("A server that runs now still has their blocks in RAM, and may")
     assert run.ids() == {} and block_files(run.folder) == {}
+
+
+def test_rm_all_forgets_all_replies(run: CommandLine) -> None:
+    with closing(Index(run.folder / "index.sqlite")) as index:
+        index.commit(Commit(ROOT, (), replies={b"digest": b"the words of a reply"}))
+    assert run("sessions", "rm", "--all", "--yes") == 0
+    with closing(Index(run.folder / "index.sqlite")) as index:
+        assert index.state.replies(ROOT.key, [b"digest"]) == {}
 
 
 def test_rm_with_an_unknown_name_removes_nothing(run: CommandLine) -> None:

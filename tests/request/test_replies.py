@@ -21,6 +21,9 @@ from mlx_lm_kvpersist.host.hooks import Prompt
 from mlx_lm_kvpersist.request.replies import known_replies, retokenize
 from mlx_lm_kvpersist.request.serving import RequestState, Serving
 from mlx_lm_kvpersist.store.block_store import BlockStore, Commit, StoreLimits
+from mlx_lm_kvpersist.store.records import Leaf
+from mlx_lm_kvpersist.store.stored_sessions import StoredSessions
+from tests.store.conftest import arrays_of, chain
 from tests.support import n_not_sent, serves_holes
 from tests.support.chat import Chat, ChatTurn
 from tests.support.pairs import every_pair
@@ -147,6 +150,32 @@ def original_ids_are_fed(turn: ChatTurn, after: ChatTurn) -> bool:
     """Tell whether a prompt begins with the ids that the turn before it read and produced."""
     own = [*turn.fed, *turn.reply[:-1]]
     return after.fed[: len(own)] == own and after.n_reused >= len(own)
+
+
+def test_a_deleted_session_leaves_no_reply_behind(
+    tmp_path: Path, tokenizers: dict[str, Any]
+) -> None:
+    """No file contains its text."""
+    store = BlockStore(tmp_path / "store", StoreLimits(1 << 30, 1 << 30))
+    chat = chat_with(tokenizers["byte-level"], store, Template())
+    texts = " A secret ", " A public word "
+    for text in texts:
+        turn = reply_with(chat, text)
+        (node,) = chain([*turn.fed, *turn.reply[:-1]], parent=chat.root.key)
+        leaf = Leaf(text, node.key, node.stop)
+        store.commit(Commit(chat.root, (node,), leaf), [(node, arrays_of(node))])
+    store.drain()
+
+    def is_in_files(text: str) -> bool:
+        return any(
+            text.encode() in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()
+        )
+
+    assert all(is_in_files(f'"{text}"') for text in texts)
+    sessions = {session.name: session for session in store.index.sessions()}
+    StoredSessions(store).delete(sessions[texts[0]].id)
+    assert [is_in_files(f'"{text}"') for text in texts] == [False, True]
+    store.close()
 
 
 @every_pair(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -325,6 +326,42 @@ def test_request_times_out_while_another_process_has_the_lock(
     assert refused.value.status == 503
     store.drain()
     assert store.index.sessions()[0].pinned
+
+
+def test_deleting_a_session_deletes_only_the_replies_in_its_own_blocks(store: BlockStore) -> None:
+    shared, own = [1, 2, 3, 4], [5, 6, 7, 8]
+    add(store, "stays", chain(shared, [9]))
+    add(store, "gone", chain(shared, own))
+    another = Root("another", "4b64")
+    replies = {
+        b"shared": [2, 3],
+        b"shared to its end": [3, 4],
+        b"of the other session": [4, 9],
+        b"over the boundary": [4, 5],
+        b"own": [6, 7],
+        b"own, its last id not read": [7, 8, 1],
+        b"of no session": [5, 8],
+    }
+    packed = {digest: json.dumps({"ids": ids}).encode() for digest, ids in replies.items()}
+    damaged = {b"damaged": b"{", b"without ids": b"{}", b"not ids": b'{"ids": ["5"]}'}
+    for root in (ROOT, another):
+        store.commit(Commit(root, (), replies={**packed, **damaged}), [])
+    store.drain()
+    StoredSessions(store).delete("gone")
+    left = store.index.state.replies(ROOT.key, [*packed, *damaged])
+    gone = {b"over the boundary", b"own", b"own, its last id not read"}
+    assert left.keys() == {*packed, *damaged} - gone
+    assert store.index.state.replies(another.key, list(packed)) == packed
+
+
+def test_deleting_a_session_that_shares_all_blocks_deletes_no_reply(store: BlockStore) -> None:
+    add(store, "short", chain([1, 2]))
+    add(store, "long", chain([1, 2], [3, 4]))
+    packed = {b"reply": json.dumps({"ids": [1, 2]}).encode()}
+    store.commit(Commit(ROOT, (), replies=packed), [])
+    store.drain()
+    StoredSessions(store).delete("short")
+    assert store.index.state.replies(ROOT.key, list(packed)) == packed
 
 
 def test_draft_model_blocks_are_deleted_with_the_session_of_their_tokens(
