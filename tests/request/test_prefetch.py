@@ -24,12 +24,13 @@ from mlx_lm_kvpersist.host import manager
 from mlx_lm_kvpersist.host.hooks import ClientRequest, Prompt
 from mlx_lm_kvpersist.host.patching.patches import PATCH_SET, PATCHES
 from mlx_lm_kvpersist.host.patching.probes import ARGS
+from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
 from mlx_lm_kvpersist.host.scheduling.waiting import ReplyQueue
 from mlx_lm_kvpersist.plugin import KVPersistPlugin
 from mlx_lm_kvpersist.request import lookup
 from mlx_lm_kvpersist.request.lookup import Lookup
 from mlx_lm_kvpersist.request.outcome import Kind, Outcome
-from mlx_lm_kvpersist.request.serving import RequestState
+from mlx_lm_kvpersist.request.serving import RequestState, Stage
 from mlx_lm_kvpersist.store import database
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from tests.support import synthetic_text, wait_until
@@ -76,9 +77,11 @@ class Server:
         assert self.plugin._store is not None
         return self.plugin._store
 
-    def ask(self, text: str, max_tokens: int = 4) -> SentRequest:
-        """Send a prompt; another thread receives the reply."""
-        request = self.module.CompletionRequest("text", text, [], None, None)
+    def ask(self, text: str, max_tokens: int = 4, *, is_chat: bool = False) -> SentRequest:
+        """Send a prompt or a user's message; another thread receives the reply."""
+        messages = [{"role": "user", "content": text}] if is_chat else []
+        kind, prompt = ("chat", "") if is_chat else ("text", text)
+        request = self.module.CompletionRequest(kind, prompt, messages, None, None)
         sent = SentRequest(request)
         sent.thread = threading.Thread(target=self._take, args=(sent, max_tokens))
         sent.thread.start()
@@ -393,6 +396,25 @@ def test_a_client_that_leaves_during_a_prefetch_keeps_no_pins(server: Server, re
     wait_until(lambda: gone.context is not None, "the request that waited")
     gone.context.stop()
     wait_until(lambda: n_pins(server.store) == 0, "letting go")
+    decoding.wait_for_tokens()
+
+
+def test_a_client_that_leaves_while_its_parked_reply_is_restored_keeps_no_pins(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory has room for one reply; then the parked reply's blocks are pinned and joined."""
+    monkeypatch.setattr(PluginCaches, "weigh", lambda self, replies, *_: len(replies) < 2)
+    monkeypatch.setattr(lookup, "MIN_STEPWISE_BYTES", 0)
+    monkeypatch.setattr(Lookup, "advance", lambda *_: False)
+    decoding = server.decode()
+    gone = server.ask(synthetic_text(1200), ENDLESS, is_chat=True)
+    wait_until(lambda: gone.context is not None, "the beginning of the reply")
+    request = ClientRequest.of(gone.request)
+    state = RequestState.of(request)
+    wait_until(lambda: state.stage is Stage.FETCHING, "the restore of the parked reply")
+    assert state.sequence is not None and n_pins(server.store) > 0
+    request.client_gone = True
+    wait_until(lambda: n_pins(server.store) == 0, "no pins")
     decoding.wait_for_tokens()
 
 
