@@ -418,5 +418,7 @@ def _add_why(commands: Any) -> None:
         "list all)",
     )
     why.add_argument(
-        "--url", help="ask this running server, such as http://127.0.0.1:8080, instead of the store"
+        "--url",
+        help="ask this running server, such as http://127.0.0.1:8080, instead of the store; a "
+        "server quotes prompts only with --kvpersist-show-text",
     )
