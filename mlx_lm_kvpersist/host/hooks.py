@@ -119,7 +119,7 @@ class ClientRequest:
 class Prompt:
     """A tokenized prompt, and the segments into which `ResponseGenerator._tokenize` cuts it.
 
-    `ids` are the joined segments; `segment_types` has "system", "user" or "assistant" for each.
+    `ids` are the joined segments; `segment_types` has "system" or "user" for each.
     The prompt was rendered from `messages`. All sequences become tuples.
 
     An image is a run of negative ids: the first is its SHA-256, below -(2**256), and all further
@@ -236,6 +236,7 @@ class Prepared:
         expect(isinstance(prompt, Prompt), prompt, "a Prompt")
         has_types = len(prompt.segments) == len(prompt.segment_types) and all(prompt.segments)
         expect(bool(has_types and prompt.ids), prompt, "segments with a type and ids each")
+        expect(REPLY not in prompt.segment_types, prompt, "no segment with the type of a reply")
         is_cut = tuple(chain.from_iterable(prompt.segments)) == prompt.ids
         expect(is_cut, prompt, "segments that are the prompt's ids cut up")
         expect(set(map(type, prompt.ids)) == {int}, prompt, "ids to be integers")

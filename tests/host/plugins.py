@@ -22,11 +22,12 @@ from mlx_lm_kvpersist.host.http import clients
 
 
 class EchoRequest(TakenRequest):
-    """Records the number of saved tokens, with the last message of the request."""
+    """Records the number of saved tokens, with the last message or the text of the request."""
 
     def __init__(self, echo: Echo, request: ClientRequest, prompt: Prompt) -> None:
         super().__init__(prompt)
-        self.echo, self.question = echo, str(request.messages[-1]["content"])
+        messages = request.messages
+        self.echo, self.question = echo, messages[-1]["content"] if messages else request.prompt
 
     def insert(self, tokens: Sequence[int], caches: list[Any], cache_type: str) -> None:
         self.echo.record("insert", self.question, len(tokens), cache_type)

@@ -82,6 +82,33 @@ def test_hooks_of_a_request_get_its_header_messages_and_tokens(
     assert inserted[-1][2:] == [reply.prompt_tokens + 5, "assistant"]
 
 
+@pytest.mark.parametrize("seed", [None, 1], ids=["batched", "single"])
+def test_the_end_of_a_prompt_never_counts_as_the_end_of_a_reply(
+    echo_server: ServerProcess, seed: int | None
+) -> None:
+    """Stock gives both the same type if a prompt is text, or ends with the result of a tool."""
+    params: dict[str, Any] = {} if seed is None else {"seed": seed}
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    after_tool: list[dict[str, Any]] = [
+        HELLO[1],
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "It is far."},
+    ]
+    for kind in ("tool", "text"):
+        calls(echo_server)
+        if kind == "tool":
+            reply = echo_server.chat(after_tool, max_tokens=5, **params)
+        else:
+            reply = echo_server.complete("How far is it?", max_tokens=5, **params)
+        inserted = [call for call in wait_for_insert(echo_server) if call[0] == "insert"]
+        types = [[n_tokens, cache_type] for *_, n_tokens, cache_type in inserted]
+        assert types[-2:] == [
+            [reply.prompt_tokens - 1, "user"],
+            [reply.prompt_tokens + 5, "assistant"],
+        ]
+        assert sum(cache_type == "assistant" for _, cache_type in types) == 1
+
+
 def test_requests_in_one_batch_are_not_mixed_up(echo_server: ServerProcess) -> None:
     calls(echo_server)
     questions = [f"Question {n} {'long ' * n * 20}" for n in range(4)]

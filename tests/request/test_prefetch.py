@@ -77,11 +77,9 @@ class Server:
         assert self.plugin._store is not None
         return self.plugin._store
 
-    def ask(self, text: str, max_tokens: int = 4, *, is_chat: bool = False) -> SentRequest:
-        """Send a prompt or a user's message; another thread receives the reply."""
-        messages = [{"role": "user", "content": text}] if is_chat else []
-        kind, prompt = ("chat", "") if is_chat else ("text", text)
-        request = self.module.CompletionRequest(kind, prompt, messages, None, None)
+    def ask(self, text: str, max_tokens: int = 4) -> SentRequest:
+        """Send a prompt; another thread receives the reply."""
+        request = self.module.CompletionRequest("text", text, [], None, None)
         sent = SentRequest(request)
         sent.thread = threading.Thread(target=self._take, args=(sent, max_tokens))
         sent.thread.start()
@@ -407,7 +405,7 @@ def test_a_client_that_leaves_while_its_parked_reply_is_restored_keeps_no_pins(
     monkeypatch.setattr(lookup, "MIN_STEPWISE_BYTES", 0)
     monkeypatch.setattr(Lookup, "advance", lambda *_: False)
     decoding = server.decode()
-    gone = server.ask(synthetic_text(1200), ENDLESS, is_chat=True)
+    gone = server.ask(synthetic_text(1200), ENDLESS)
     wait_until(lambda: gone.context is not None, "the beginning of the reply")
     request = ClientRequest.of(gone.request)
     state = RequestState.of(request)

@@ -545,7 +545,7 @@ def test_retokenizing_a_prompt_keeps_its_segments(
     messages = [QUESTION, first.message, NEXT]
     ids = chat.render(messages)
     segments = [ids[:3], ids[3:-2], ids[-2:]]
-    prompt = Prompt(ids, segments, ["system", "user", "assistant"], messages)
+    prompt = Prompt(ids, segments, ["system", "user", "user"], messages)
     made = retokenize(prompt, chat.root, store, chat.loaded)
     assert made.segment_types == prompt.segment_types
     assert [token for segment in made.segments for token in segment] == [*made.ids] != ids

@@ -82,7 +82,7 @@ class ProbeRequest(hooks.TakenRequest):
 
     def enter(self) -> hooks.Prepared:
         ids = self.prompt.ids
-        longer = hooks.Prompt([*ids, 0], [ids, [0]], ["user", "assistant"])
+        longer = hooks.Prompt([*ids, 0], [ids, [0]], ["user", "user"])
         return hooks.Prepared(longer, [ProbeCache()], len(ids))
 
     def insert(self, tokens: Sequence[int], caches: list[Any], cache_type: str) -> None:
@@ -252,7 +252,7 @@ def requests_pass_plugins(server: ModuleType) -> None:
         joined, none = generator._next_request(), generator._next_request()
         ids, segments, types, *_ = generator._tokenize(tokenizer, request, args)
     prompt = list(b"x!")
-    expect("prompt", (ids, segments, types), ([*prompt, 0], [prompt, [0]], ["user", "assistant"]))
+    expect("prompt", (ids, segments, types), ([*prompt, 0], [prompt, [0]], ["user", "user"]))
     expect("plugin that took the request", ids[:].taken.plugin, "probe")
     expect("requests that join", (joined and joined[1], none), (text_request, None))
     expect("hooks asked", plugin.asked, ["take_request text p", "take_request chat "])

@@ -292,7 +292,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
     def _wait_again(self, prompt: Prefill, ids: list[int]) -> None:
         """Let a sequence wait without caches until its plugin lets it enter again with `ids`."""
         request = prompt.tokens.taken
-        request.resume(Prompt(ids, [ids], ["assistant"]))
+        request.resume(Prompt(ids, [ids], ["user"]))
         self.parked.append(prompt.again([ids], TakenTokens([], request), []))
 
     def _return(self, parked: Prefill) -> None:

@@ -25,7 +25,7 @@ from ...ranks import Ranks, ranks
 from .. import manager
 from ..attachments import fit_attachments
 from ..history import PLACE, Templates, without
-from ..hooks import ClientRequest, Prompt, frozen, has_text_only
+from ..hooks import REPLY, ClientRequest, Prompt, frozen, has_text_only
 from ..http.request_checks import check_ids, check_prompt_ids
 from ..manager import TakenTokens, take_request
 from .batch_generator import LOOKS_FIRST
@@ -450,8 +450,10 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         ids, segments, segment_types, *_ = stock
         if (vision := vision_of(stock)) is not None:
             ids = with_images(ids, vision)
-            segments, segment_types = [ids], ["user"]
+            segments = [ids]
             messages = named(messages, ids)
+        # Stock gives a prompt's last segment the type of a reply, for example after a tool result.
+        segment_types = ["user" if kind == REPLY else kind for kind in segment_types]
         prompt = Prompt(ids, segments, segment_types, frozen(messages or []))
         request.rendered = rendered = Rendered(client_request, tokenizer, stock, prompt)
         return rendered

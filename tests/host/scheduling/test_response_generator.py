@@ -70,11 +70,11 @@ def tokenize(
 
 
 def test_token_ids_and_their_slices_keep_the_taken_request(patched_server: ModuleType) -> None:
-    prompt = Prompt([97, 98, 99], [[97, 98, 99]], ["assistant"])
+    prompt = Prompt([97, 98, 99], [[97, 98, 99]], ["user"])
     with plugged(plugin := FakePlugin(prompt)):
         request, (ids, segments, types, *_) = tokenize(patched_server)
     assert plugin.arguments == (ClientRequest.of(request), prompt)
-    assert (ids, segments, types) == ([97, 98, 99], [[97, 98, 99]], ["assistant"])
+    assert (ids, segments, types) == ([97, 98, 99], [[97, 98, 99]], ["user"])
     key = ids[:2]
     key += [1, 2]  # as the batch generator does
     key.append(3)
@@ -133,21 +133,22 @@ def test_refusal_by_prepare_messages_reaches_the_caller(patched_server: ModuleTy
 def test_plugins_prompt_is_used_and_stock_gets_copies_of_its_lists(
     patched_server: ModuleType,
 ) -> None:
-    prompt = Prompt([7, 8, 9], [[7], [8, 9]], ["user", "assistant"])
+    prompt = Prompt([7, 8, 9], [[7], [8, 9]], ["system", "user"])
     with plugged(FakePlugin(prompt)):
         _, (ids, segments, types, *_) = tokenize(patched_server)
     segments.pop(0)
     types.pop(0)
     assert ids == [7, 8, 9]
-    assert prompt == Prompt([7, 8, 9], [[7], [8, 9]], ["user", "assistant"])
+    assert prompt == Prompt([7, 8, 9], [[7], [8, 9]], ["system", "user"])
 
 
 @pytest.mark.parametrize(
     "answer",
     [
         ValueError("bug"),
-        Prompt([1, 2], [[1], [3]], ["user", "assistant"]),
-        Prompt([1, 2], [[1, 2], []], ["user", "assistant"]),
+        Prompt([1, 2], [[1], [3]], ["system", "user"]),
+        Prompt([1, 2], [[1, 2], []], ["system", "user"]),
+        Prompt([1, 2], [[1], [2]], ["user", "assistant"]),
         Prompt([1, 2], [[1, 2]], []),
         Prompt([], [], []),
         (Prompt([1, 2], [[1, 2]], ["user"]), ["caches"], 2),
