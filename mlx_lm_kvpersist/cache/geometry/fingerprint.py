@@ -22,10 +22,10 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 _QUANTIZATION = "hf_quant_config.json"
 """mlx-lm reads from this file how weights made by NVIDIA's ModelOpt are packed."""
 _WHOLE_BYTES = 16 << 20
-"""A file up to this size is read completely. In a hub cache, larger files are named by SHA-256."""
+"""A file up to this size is read completely. In a hub cache, a larger file's name is its hash."""
 _SAMPLE_BYTES = 4 << 10
 _N_SPREAD = 64
-"""A file above `_WHOLE_BYTES` has this number of evenly spread samples, and one of each tensor."""
+"""A larger file has this number of evenly spread samples, and one sample of each tensor."""
 _GOLDEN = 40503
 """2**16 divided by the golden ratio: its multiples, modulo 2**16, are spread evenly."""
 _MAX_HEADER_BYTES = 100_000_000
@@ -52,7 +52,7 @@ def model_fingerprint(model_path: Path, adapter_path: Path | None) -> str:
             if (model_path / name).is_file()
         },
     }
-    # A model may contain code that mlx-lm runs instead of its own class.
+    # A model's folder may contain code that mlx-lm runs instead of a class of mlx-lm.
     more_names = _QUANTIZATION, config.get("model_file") if isinstance(config, dict) else None
     for name in filter(None, more_names):
         if (path := model_path / name).is_file():
@@ -75,7 +75,7 @@ def local_path(model: str) -> Path:
     path = Path(model)
     if path.exists():
         return path
-    # Not `snapshot_download`: it raises if a file is missing that mlx-lm does not download.
+    # Not `snapshot_download`: it raises if files are missing, and mlx-lm does not download all.
     config = try_to_load_from_cache(model, "config.json")
     if not isinstance(config, str):
         raise ModelNotSupported(f"the files of model {model} cannot be found on this machine")
@@ -85,13 +85,14 @@ def local_path(model: str) -> Path:
 def content_hash(path: Path) -> str:
     """Return a hash of a file, in a time that does not depend on its size.
 
-    In a Hugging Face hub cache a file is a link to `blobs/<sha256>`, so its hash is in its name. A
-    file up to 16 MiB has the hex xxh3_128 of its content. A larger file has its size, and the hex
-    xxh3_128 of its header and of samples. Raises OSError if the file cannot be read.
+    In a Hugging Face hub cache, a large file is a link to `blobs/<sha256>`: this name is its hash.
+    For other files up to 16 MiB, the hash is the hex xxh3_128 of the content. For larger files, it
+    is the size, and the hex xxh3_128 of the header and of samples. Raises OSError if the file
+    cannot be read.
 
-    The hash of a larger safetensors file, of N bytes, always shows another size, another header,
-    a tensor in which every byte changed, and more than N / 63 adjacent changed bytes. It shows n
-    adjacent changed bytes with a probability of about 64 (n + 4096) / N.
+    For a larger safetensors file of N bytes, the hash always changes with the size or the header,
+    or if every byte of a tensor or more than N / 63 adjacent bytes change. If n adjacent bytes
+    change, the hash changes with a probability of about 64 (n + 4096) / N.
     """
     if path.is_symlink():
         target = path.resolve(strict=True)
@@ -123,7 +124,7 @@ def _header(file: BinaryIO) -> bytes:
 
 
 def _tensor_places(header: bytes) -> Iterator[int]:
-    """Yield the byte of the file at which each tensor's sample begins.
+    """Yield the offset in the file at which each tensor's sample begins.
 
     The offset within a tensor differs from tensor to tensor, so the samples of stacked experts are
     not all of the same expert. If a header is invalid, only the tensors before the first unreadable

@@ -1,8 +1,8 @@
 """The cache classes of mlx-lm, one entry each: how a slot is read, filled and continued.
 
-This module alone knows the internals of mlx-lm's caches. A CacheList is taken apart: its leaves, in
-order, are the slots. `end_on_grid` cuts prompts for quantized caches whose fetches are dequantized.
-Generation thread.
+Code that stores or restores caches uses their internals only through this module. A CacheList is
+taken apart: its leaves, in order, are the slots. `end_on_grid` cuts prompts for quantized caches
+that return dequantized arrays. Generation thread.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class CacheKind:
     A recurrent cache holds a list of arrays, `states`, each with one row, or None. Any other cache
     holds keys and values [1, H, S, ...], possibly quantized, of the positions from `first` on;
     `in_order` sorts an array of keys or values by position. `window` is the number of last tokens
-    that a sliding cache needs to continue. `filled` returns the attributes, except `offset`, that
-    count the tokens of a cache that got only positions [start, stop). `refusal` says why a cache is
-    not supported. `can_be_quantized`: whether a SequenceQuantizedKVCache can replace the cache.
-    `most_taken_back` is how many tokens a call of the model may append so that `trim` can remove
-    any number of them; its argument may also be a batch, of a class in `batches`.
+    that a sliding cache needs to continue. `filled` returns the attributes to set, besides
+    `offset`, in a cache refilled with positions [start, stop). `refusal` says why a cache is not
+    supported. `can_be_quantized`: whether a SequenceQuantizedKVCache can replace the cache.
+    `most_taken_back` is the most tokens that a call of the model may append if `trim` must be able
+    to remove any number of them; its argument may also be a batch, of a class in `batches`.
     """
 
     group: GroupKind
@@ -81,14 +81,14 @@ class CacheKind:
     def positions(self, cache: Any) -> tuple[int, int]:
         """Return the positions [start, stop) whose keys and values a cache holds.
 
-        In a ring extracted from a batch, positions before its window may be padding.
+        In a ring cache extracted from a batch, positions before the window may be padding.
         """
         return (0, 0) if cache.keys is None else (self.first(cache), int(cache.offset))
 
     def tokens(self, cache: Any, start: int, stop: int) -> tuple[Fields, Fields]:
         """Return keys and values of positions [start, stop) in order, as lazy views.
 
-        Raises ValueError unless the cache holds all positions.
+        Raises ValueError unless the cache holds all these positions.
         """
         first, end = self.positions(cache)
         if not first <= start <= stop <= end:
@@ -100,7 +100,7 @@ class CacheKind:
         return (keys,), (values,)
 
     def refill(self, cache: Any, keys: Fields, values: Fields, start: int, stop: int) -> None:
-        """Make an empty cache hold positions [start, stop), as if it had seen all tokens before.
+        """Make an empty cache hold positions [start, stop), as if it had seen all before `stop`.
 
         The cache then owns the arrays. Only a cache of kind `FULL` may get arrays with spare room.
         """
@@ -112,7 +112,7 @@ class CacheKind:
 KINDS: dict[type, CacheKind] = {
     SequenceQuantizedKVCache: CacheKind(
         GroupKind.FULL,
-        # Tokens can be taken back until the next block begins: their block is then packed.
+        # Tokens can be removed until the next block begins; then their block is packed.
         most_taken_back=lambda cache: min(pk.GRID - n % pk.GRID for n in cache.lengths),
         batches=(BatchQuantizedKVCache,),
     ),
@@ -124,7 +124,7 @@ KINDS: dict[type, CacheKind] = {
     ),
     RotatingKVCache: CacheKind(
         GroupKind.SLIDING,
-        # A growing ring has room for more tokens than it has seen: the difference is negative.
+        # The difference is negative in a growing ring, which has room for unseen tokens.
         first=lambda cache: max(0, int(cache.offset) - int(cache.keys.shape[2])),
         in_order=lambda cache, x: cache._temporal_order(x),
         window=lambda cache: int(cache.max_size),
@@ -134,7 +134,7 @@ KINDS: dict[type, CacheKind] = {
             if cache.keep
             else ""
         ),
-        # A full ring drops a token for each new token, and `trim` cannot bring it back.
+        # A full ring drops a token for each new token; `trim` cannot restore dropped tokens.
         most_taken_back=lambda cache: int(cache.max_size - 1 - cache.size()),
         batches=(BatchRotatingKVCache,),
     ),
@@ -156,10 +156,10 @@ REFUSED = {
 
 
 def most_taken_back(caches: Sequence[Any]) -> int:
-    """Return how many tokens a call of the model may append so that `trim` can remove any of them.
+    """Return the most tokens that a call may append if `trim` must be able to remove all of them.
 
-    The caches are given as they are before that call: a window is trimmable before the call that
-    fills it, but not afterwards. At most `pk.GRID`; 0 for states, full windows and unknown classes.
+    Pass the caches before that call, because the call may fill a window, which then cannot be
+    trimmed. The result is at most `pk.GRID`; 0 for states, full windows and unknown classes.
     """
     counts = []
     for slot in slots_of(caches):
@@ -182,7 +182,7 @@ def slots_of(caches: Sequence[Any]) -> list[Any]:
 
 
 def empty_copy(slot: Any) -> Any:
-    """Return a copy of an empty slot. `deepcopy` takes ten times as long."""
+    """Return a copy of an empty slot. For our class, `deepcopy` would take ten times as long."""
     if type(slot) is SequenceQuantizedKVCache:
         return SequenceQuantizedKVCache(slot.precision, slot.plan)
     return copy.deepcopy(slot)
@@ -198,11 +198,11 @@ def replaced(caches: Sequence[Any], slots: Iterable[Any]) -> list[Any]:
 
 
 def end_on_grid(model: Any) -> None:
-    """Make `model` compute a prompt of one row in calls that end with a block of the grid.
+    """Make `model` compute a prompt of one row in several calls, cut at the ends of grid blocks.
 
-    All queries of a call see the same arrays, and a query must see its own block in full precision
-    and older blocks quantized. Calls are not cut if all fetches of the caches are packed or in full
-    precision.
+    A query must see its own block in full precision and older blocks quantized. But if a quantized
+    cache returns arrays, all queries of a call see the same arrays. Without such a cache, calls are
+    not cut.
     """
     own: Any = model.__class__  # the class behind a proxy
     if _MARK in vars(own):

@@ -21,8 +21,8 @@ class Quantization:
     """How keys, or values, are quantized: MLX affine, `bits` per number.
 
     `group_size` numbers share a scale and a bias. With `rotated`, the numbers are first multiplied
-    by `rotation`, because an outlier channel leaves few quantization steps for all other channels.
-    A head of 80 numbers is padded to 96, so that it consists of whole groups: `padding` is 16.
+    by `rotation`; otherwise an outlier channel would leave few steps for all other channels. A head
+    of 80 numbers is padded to 96, which is three groups of 32: `padding` is 16.
     """
 
     bits: int = 4
@@ -37,15 +37,14 @@ class Quantization:
     def fitted(self, dim: int) -> Quantization:
         """Return this with the padding that heads of `dim` numbers need.
 
-        Groups across the heads of a token would need no padding. But attention reads the stored
-        form, and kernels over packed keys read each head separately.
+        Groups that span all heads of a token would need no padding, but kernels over packed keys
+        read each head separately.
         """
         return replace(self, padding=-dim % self.group_size)
 
 
 class KVPrecision(NamedTuple):
-    """How the keys and the values of a layer are quantized; None for a layer in full precision.
-
+    """How the keys and values of a layer are quantized; full precision is None instead.
     Keys and values differ only in bits and padding.
     """
 
@@ -81,9 +80,9 @@ class KVPrecision(NamedTuple):
 
 @dataclass(frozen=True)
 class PrecisionChoice:
-    """The requested bits; the defaults are the server's. Twice `FULL_BITS` requests full precision.
+    """The requested bits; the defaults are the server's. `FULL_BITS` in both: full precision.
 
-    If no group size is given, each layer group takes the size of `GROUP_SIZES` with the least
+    If no group size is given, each layer group gets the size of `GROUP_SIZES` with the least
     padding.
     """
 

@@ -4,9 +4,9 @@ Nothing is decided by a model's name, and nothing is evaluated. The caches that 
 filled first, to learn their geometry. Then our caches replace them, and a forward pass shows
 whether the model's code accepts them.
 
-Facts that shapes do not show ship as data. `python -m models_check --facts write` evaluates a tiny
-model of every architecture of mlx-lm and writes `architectures.json`. CI repeats this, and fails if
-the result differs from the file. Generation thread.
+Shapes do not show all facts. `python -m models_check --facts write` evaluates a tiny model of every
+architecture of mlx-lm and writes the other facts to `architectures.json`. CI repeats this, and
+fails if the result differs from the file. Generation thread.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class TensorShape:
 class LayerGroup:
     """Slots of one kind and geometry, stored with their arrays stacked.
 
-    `name` is the group's number as text and `cache` the class that the model makes. `slots` are
+    `name` is the group's number as text, and `cache` is the class that the model makes. `slots` are
     indices in the flattened prompt cache, ascending. A recurrent group has no `keys` and `values`;
-    its `states` have the shape (without the row) and dtype of each array, None for a state that the
-    model leaves empty. `why` says why a group is not quantized.
+    its `states` are the shape (without the row) and dtype of each array, or None for an array that
+    is not used. `why` says why a group is not quantized.
     """
 
     name: str
@@ -84,7 +84,7 @@ class LayerGroup:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states of all slots, for any number of tokens."""
+        """Bytes of the states of all slots; they do not grow with the number of tokens."""
         return forms_bytes(state_arrays([self]))
 
     @property
@@ -130,8 +130,8 @@ class ModelCacheSpec:
 
     `template` is an empty prompt cache of the live classes. `batches`: whether the replies of
     sequences of unequal length can be decoded together with correct results. `joins`: whether
-    prompts can also be computed together. `plans` has, by the name of a quantized group, its
-    attention plan; layers without a plan dequantize.
+    prompts can also be computed together. `plans` maps a quantized group's name to its attention
+    plan; layers without a plan dequantize.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -142,7 +142,7 @@ class ModelCacheSpec:
 
     @cached_property
     def full(self) -> tuple[LayerGroup, ...]:
-        """Groups that hold every token; block files have these."""
+        """Groups whose caches hold every token; block files contain only these groups."""
         return tuple(group for group in self.groups if group.kind is GroupKind.FULL)
 
     @cached_property
@@ -153,7 +153,7 @@ class ModelCacheSpec:
 
     @cached_property
     def quantized(self) -> tuple[LayerGroup, ...]:
-        """Full groups that are read quantized, except for their newest tokens."""
+        """Full groups that are quantized, except for their newest tokens."""
         return tuple(group for group in self.full if group.precision is not None)
 
     @cached_property
@@ -190,13 +190,12 @@ class ModelCacheSpec:
 
     @cached_property
     def layout(self) -> str:
-        """A word that identifies how this model's KV is stored; different layouts have different
-        words.
+        """A word for the way this model's KV is stored; each layout has its own word.
 
-        It lists the precisions of layers in order. If layers differ, for example in the size of
-        their heads, it counts them: "k8rv4rb64*12,k8rv4rb32*2,c256". "c256" says that queries see
-        their own block of the grid in full precision, that an unfinished block is stored in full
-        precision, and that scales and biases have 16 bits.
+        It lists the precisions of layers in order. If precisions differ, for example because head
+        sizes differ, each has its number of layers: "k8rv4rb64*12,k8rv4rb32*2,c256". "c256" says
+        that queries see their own block of the grid in full precision, that an unfinished block is
+        stored in full precision, and that scales and biases have 16 bits.
         """
         forms = (str(precision or "full") for precision in self.precisions.values())
         runs = [(form, len(list(run))) for form, run in groupby(forms)]
@@ -219,7 +218,7 @@ class ModelCacheSpec:
 
     @cached_property
     def bytes_per_checkpoint(self) -> int:
-        """The most bytes of a restore besides the blocks: windows, states and newest tokens."""
+        """The most bytes that a restore needs besides blocks: windows, states, newest tokens."""
         windows = sum((group.window or 0) * group.bytes_per_token for group in self.groups)
         newest = 0 if self.any_prefix else (GRID - 1) * self.newest_bytes
         return windows + newest + sum(group.state_bytes for group in self.recurrent)
@@ -230,7 +229,7 @@ class ModelCacheSpec:
 
     @property
     def batching(self) -> str:
-        """Names what is computed together for several sequences: prompts, replies or nothing."""
+        """What several sequences compute together: prompts and replies, only replies, or nothing."""
         return "prompts and replies" if self.joins else "replies" if self.batches else "nothing"
 
     def describe(self) -> dict[str, Any]:
@@ -246,7 +245,7 @@ class ModelCacheSpec:
 
 
 def token_arrays(groups: Iterable[LayerGroup], n_tokens: int) -> Iterator[ArrayForm]:
-    """Yield the forms of arrays of `n_tokens`, [slots, heads, tokens, ...]; none for 0 tokens."""
+    """Yield the forms of the groups' arrays, [slots, heads, n_tokens, ...]; none for 0 tokens."""
     for group in groups if n_tokens else ():
         sides = group.precision or (None, None)
         for (side, shape), quantization in zip(group.shapes.items(), sides, strict=False):
@@ -267,7 +266,7 @@ def as_computed(groups: Iterable[LayerGroup]) -> list[LayerGroup]:
 
 
 def state_arrays(groups: Iterable[LayerGroup]) -> Iterator[ArrayForm]:
-    """Yield the forms of the arrays of recurrent groups' states, [slots, ...]."""
+    """Yield the forms of recurrent groups' state arrays, [slots, ...]."""
     for group in groups:
         for number, state in enumerate(group.states):
             if state is not None:
@@ -341,7 +340,7 @@ def _probed(model: Any, choice: PrecisionChoice) -> ModelCacheSpec:
 
 
 def spec_with(model: Any, groups: Sequence[LayerGroup]) -> ModelCacheSpec:
-    """Return a model's spec with its slots in these groups, and live caches of their precision."""
+    """Return a model's spec with these groups; its live caches have the groups' precision."""
     caches = make_prompt_cache(model)  # new caches: an emptied cache may keep traces of its use
     slots = slots_of(caches)
     for group in groups:
@@ -352,7 +351,7 @@ def spec_with(model: Any, groups: Sequence[LayerGroup]) -> ModelCacheSpec:
 
 
 def position_limit(model: Any) -> int | None:
-    """Return the number of positions of a model; None if it is not known.
+    """Return the number of positions that a model has; None if it is not known.
 
     Later positions must not be computed: MLX would read beyond the table of position embeddings.
     """
@@ -457,9 +456,9 @@ class Architecture:
     """The facts of one module of `mlx_lm.models`; they hold for every model of the module.
 
     `batches`: replies to prompts of unequal length may be decoded in one batch. `joins`: such
-    prompts may also be computed in one call. `packed`: whether attention over packed keys
-    (`packed_shapes` traces the calls) gives the result of dequantized keys. `refused`: why
-    conversations cannot be stored, "" if they can; `probe_model` checks the classes of caches.
+    prompts may also be computed in one call. `packed`: attention over packed keys gives the same
+    result as over dequantized keys (`packed_shapes` shows which layers call it). `refused`: why
+    conversations cannot be stored although `probe_model` accepts the caches; "" if they can.
     """
 
     batches: bool
@@ -472,15 +471,15 @@ def architecture_of(model: Any) -> Architecture | None:
     """Return the facts of a model's architecture, or None if nothing is proven about it.
 
     Nothing is proven about a class from outside `mlx_lm.models`, or about a module or a release of
-    mlx-lm that the file does not name. Raises KVPersistError if the file is missing or damaged.
+    mlx-lm that `FILE` does not name. Raises KVPersistError if `FILE` is missing or damaged.
     """
-    module = str(model.__class__.__module__)  # a proxy answers for its model
+    module = str(model.__class__.__module__)  # not type(model), which could be a proxy
     if not module.startswith(_MODELS):
         return None
     installed = distribution("mlx-lm")
     source = json.loads(installed.read_text("direct_url.json") or "{}")
     if "vcs_info" in source or source.get("dir_info", {}).get("editable"):
-        return None  # a snapshot has the number of a release, too
+        return None  # an unreleased version may have the number of a release
     return known().get(installed.version, {}).get(module.removeprefix(_MODELS))
 
 
@@ -504,7 +503,7 @@ def _read(facts: dict[str, dict[str, Any]]) -> dict[str, Architecture]:
 
 
 def spec_of(model: Any, choice: PrecisionChoice, facts: Architecture | None) -> ModelCacheSpec:
-    """Return a model's spec in a precision, with the facts on what is computed together.
+    """Return a model's spec in a precision, with the facts on batching.
 
     If `facts` is None, replies are batched as in stock, and prompts are never computed together.
     Raises ModelNotSupported if the caches cannot be stored, or the architecture is refused.
