@@ -1,1 +1,1 @@
-"""KV arrays: 4-bit caches, their batch, and their blocks. Knows no server."""
+"""KV arrays: quantized caches, their batches and their blocks. Knows no server."""

@@ -1,20 +1,20 @@
 """Cut caches into immutable blocks, windows and states, and join these into caches again.
 
-The canary computes the last tokens of restored caches again, and compares their KV.
+The canary computes the last tokens of restored caches again, and compares new and stored KV.
 
-A block holds up to `BLOCK_TOKENS` tokens of the full groups. Each group is six arrays with its
+A block holds up to `BLOCK_TOKENS` tokens of the full groups. Each group has six arrays with its
 slots stacked: "0.k.weights" [L, H, T, W * bits / 32] uint32, "0.k.scales" and "0.k.biases" [L, H,
-T, W / group size] in 16 bits (`scale_dtype`), and the same for "0.v"; W is the number of numbers of
-a head, D, plus their padding. A group in full precision is two arrays, "0.k" and "0.v" [L, H, T,
-D]. In an unfinished block, which has fewer tokens, all groups are in full precision.
+T, W / group size] in 16 bits (`scale_dtype`), and the same for "0.v"; W is the size of a head, D,
+plus its padding. A group in full precision has two arrays, "0.k" and "0.v" [L, H, T, D]. In an
+unfinished block, which has fewer tokens, all groups are in full precision.
 
-Models with windows or states have blocks of any length, all packed. A window holds the last tokens
-of a block in the sliding groups with one window size. A state holds the recurrent groups' states at
-the end of a block; "2.0" [L, ...] is the first array of group 2. It also holds, in full precision,
-the quantized groups' tokens in the unfinished block of the grid.
+Models with windows or states have blocks of any length, without unfinished blocks. A window has the
+last tokens of a block, for all sliding groups with the same window size. A state has the recurrent
+groups' states at the end of a block; "2.0" [L, ...] is the first array of group 2. It also has the
+quantized groups' tokens since the last multiple of `GRID`, in full precision.
 
 Pieces from disk are placed a few at a time, while later files are read. Pieces in RAM are joined
-all at once, in a number of operations that depends only on the number of layers. Generation thread.
+all at once, in fewer and larger operations. Generation thread.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ CANARY_TOKENS = 8
 """The canary judges the median difference of each run of this number of tokens."""
 CANARY_TOLERANCE = 0.25
 """The largest accepted difference of recomputed and stored KV, as a share of the norm. Arithmetic
-noise is some percent; KV of other tokens, positions or models differs by about the whole norm."""
+noise is a few percent; KV of other tokens, positions or models differs by about the whole norm."""
 
 
 def n_cached_tokens(spec: ModelCacheSpec, caches: Sequence[Any]) -> int | None:
-    """Return how many tokens all caches have seen; None if no cache counts them.
+    """Return how many tokens all caches have seen; None if all caches are recurrent.
 
-    Raises ValueError if a cache that the model did not use is not empty, or if caches disagree
-    in a model with windows or states.
+    Raises ValueError if a cache outside all groups is not empty, or if caches disagree in a model
+    with windows or states.
     """
     slots = slots_of(caches)
     used = {number for group in spec.groups for number in group.slots}
@@ -85,7 +85,7 @@ def n_cached_tokens(spec: ModelCacheSpec, caches: Sequence[Any]) -> int | None:
 
 
 def first_cached(spec: ModelCacheSpec, window: int, caches: Sequence[Any]) -> int:
-    """Return the first position that all caches with this window hold."""
+    """Return the first position that is in all caches with this window."""
     slots = slots_of(caches)
     its_slots = [slots[number] for group in spec.sliding[window] for number in group.slots]
     return max(kind_of(slot).positions(slot)[0] for slot in its_slots)
@@ -115,9 +115,10 @@ def copy_state(spec: ModelCacheSpec, caches: Sequence[Any]) -> dict[str, mx.arra
 def copy_newest(
     groups: Sequence[LayerGroup], caches: Sequence[Any], n_tokens: int
 ) -> dict[str, mx.array]:
-    """Return evaluated full-precision copies of the unfinished block's tokens before `n_tokens`.
+    """Return an unfinished block's tokens, up to `n_tokens`: evaluated, full-precision copies.
 
-    {} if no block is unfinished, or if the caches have dropped tokens of that block.
+    The result is {} if no block is unfinished, or if a cache no longer has all of the block's
+    tokens in full precision.
     """
     start, slots = n_tokens - n_tokens % GRID, slots_of(caches)
     quantized = [slot for group in groups if group.precision for slot in group.slots]
@@ -132,7 +133,7 @@ def copy_newest(
 def split(
     groups: Sequence[LayerGroup], caches: Sequence[Any], ranges: Sequence[tuple[int, int]]
 ) -> list[dict[str, mx.array]]:
-    """Return keys and values of groups per token range [start, stop), as evaluated copies.
+    """Return the groups' keys and values in each token range [start, stop), as evaluated copies.
 
     The ranges are in order. Raises ValueError if a range exceeds the tokens of a cache.
     """
@@ -169,9 +170,9 @@ def split(
 
 
 def prefers_few_copies() -> bool:
-    """Whether two copies in few large pieces are faster than one copy in many small pieces.
+    """Whether it is faster to copy twice in large pieces than once in many small pieces.
 
-    A GPU spends more time on starting ten thousand small copies than on copying; a CPU does not.
+    On a GPU, starting ten thousand small copies takes longer than the copying itself.
     """
     return bool(mx.default_device().type == mx.DeviceType.gpu)
 
@@ -182,13 +183,13 @@ def copied(array: mx.array) -> mx.array:
 
 
 def concatenated(arrays: Sequence[mx.array], axis: int) -> mx.array:
-    """Concatenate into new memory; mx.concatenate would return a single array itself."""
+    """Concatenate into new memory; mx.concatenate would not copy a single array."""
     return copied(arrays[0]) if len(arrays) == 1 else mx.concatenate(list(arrays), axis=axis)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens [start, stop) of a block's or window's arrays, counted from their first token."""
+    """Tokens [start, stop) of the arrays of a block or window; their first token is number 0."""
 
     arrays: Arrays
     start: int
@@ -198,10 +199,10 @@ class Piece:
 class Joiner:
     """A prompt cache of `n_tokens` that is being filled.
 
-    Every full slot gets its own buffers with room for `headroom` more tokens. `windows` has, by
-    window, how many tokens will be added for it. Pieces must fit the spec (`arrays_fit`) and be
-    added in the order of their tokens. `whole`: pieces wait, and are joined all at once in
-    `finish`.
+    Every full slot gets its own buffers with room for `headroom` more tokens. `windows` maps each
+    window to the number of tokens that will be added for it. Pieces must fit the spec
+    (`arrays_fit`) and be added in the order of their tokens. If `whole`, the pieces wait until
+    `finish` joins them all at once.
     """
 
     def __init__(
@@ -229,7 +230,7 @@ class Joiner:
         self._n_newest = 0
 
     def make_room(self) -> Iterator[None]:
-        """Make some buffers before each yield; without this, the first piece makes all at once."""
+        """Make some buffers before each yield, so that the first piece need not wait for all."""
         waiting: list[mx.array] = []
         for buffers in self._buffers.values():
             for array in chain.from_iterable(buffers.arrays.values()):
@@ -261,7 +262,7 @@ class Joiner:
         self.add_state(block, n_tokens)
 
     def add_state(self, state: Arrays, n_newest: int) -> None:
-        """Add the states of the recurrent groups after the last token, and the newest tokens."""
+        """Add the states at the last token, and the last `n_newest` tokens in full precision."""
         self._at_end, self._n_newest = state, n_newest
 
     def finish(self) -> list[Any]:
@@ -301,10 +302,10 @@ class Joiner:
 
 @dataclass
 class _Buffers:
-    """The buffers of some groups' slots, by array name, filled from token 0 on.
+    """The buffers of some groups' slots, filled from token 0 on.
 
-    `arrays` [1, H, S, ...], one for each slot, have the `forms`, with room after `n_tokens`.
-    `waiting` are the pieces that were not copied yet.
+    `arrays` has the buffers by name, [1, H, S, ...], one for each slot. `forms` are those of all
+    slots stacked, with room after `n_tokens`. `waiting` are the pieces that were not copied yet.
     """
 
     groups: Sequence[LayerGroup]
@@ -333,8 +334,8 @@ class _Buffers:
     def join(self) -> None:
         """Make each buffer from all pieces at once, the largest buffer first.
 
-        As many slots as memory allows are joined as one stack, with one copy per piece and array,
-        and then separated: starting a copy costs more than copying.
+        As many slots as memory allows are joined as one stack and then separated. Joining each slot
+        alone would take longer, because starting a copy takes longer than copying.
         """
         pieces, self.waiting = self.waiting, []
         total = forms_bytes(self.forms)
@@ -365,17 +366,17 @@ class _Buffers:
 def canary_difference(
     model: Any, spec: ModelCacheSpec, caches: Sequence[Any], ids: Sequence[int]
 ) -> float:
-    """Compute the last tokens of restored caches again; return how far their KV differs.
+    """Compute the last tokens of restored caches again; return how much their KV differs.
 
-    The caches hold the tokens `ids`, and get the stored values back. Each run of `CANARY_TOKENS`
-    tokens of a slot's keys, or values, has a median of |new - old| / |old|; the result is the
-    largest median. The result is 0 if tokens cannot be trimmed from the caches: from states, and
-    from windows that have dropped tokens. If `ids` end with a block of the grid, the recomputed
-    tokens see their own block quantized, so half the difference is returned. Only tokens after the
-    last image are computed: ids do not give an image's pixels.
+    The caches hold the tokens `ids`; at the end they have the stored KV again. |new - old| / |old|
+    is computed for each token of a slot's keys, or values. Each run of `CANARY_TOKENS` tokens has a
+    median; the result is the largest median. The result is 0 if the caches cannot be trimmed: they
+    are states, or windows that have dropped tokens. If `ids` fill their last block of the grid, the
+    recomputed tokens see this block quantized, so half the difference is returned. Only tokens
+    after the last image are computed, because the image's pixels are not known here.
 
-    One call computes the tokens if they are `least_rows` or more. Otherwise they are computed one
-    after another, because MLX may compile kernels for a call of a few rows.
+    If there are `least_rows` tokens or more, one call computes them. Otherwise each has its own
+    call, because MLX may compile kernels for a call of a few rows.
     """
     slots = slots_of(caches)
     used = [slots[number] for group in spec.groups for number in group.slots]
@@ -421,9 +422,9 @@ def canary_difference(
 
 
 def _medians(group: LayerGroup, old: Sequence[Fields], new: Sequence[Fields]) -> Iterator[mx.array]:
-    """Yield the medians of |new - old| / |old| of all runs of tokens: of keys, then of values.
+    """Yield the median of |new - old| / |old| in each run of tokens: for keys, then for values.
 
-    Each array is [slots * runs]. First tokens that do not fill a run are not compared.
+    Each array is [slots * runs]. If the tokens do not fill whole runs, the first ones are skipped.
     """
     sides = group.precision or (None, None)
     for side, *old_and_new in zip(sides, old, new, strict=True):
