@@ -1,13 +1,13 @@
 """Attention over packed keys and values of any shape: three strategies with the same result.
 
-The plan of a group chooses the strategy: the policy's, if that passed the check for these layers on
-this device (`measuring/attention_check.py`). All other calls dequantize: the fused kernel over
-dequantized keys is right on every backend, and the fastest for prompts.
+A group's plan chooses the strategy for each call. It uses the policy's strategy in calls for which
+the policy has one, if that passed the check for these layers on this device
+(`measuring/attention_check.py`). All other calls dequantize: the fused kernel over dequantized keys
+is right on every backend, and the fastest for prompts.
 
 `dequantize` dequantizes the layer's keys and values and runs MLX's fused kernel. `packed` never
-dequantizes: it reads a quarter of the bytes, but in two steps that write the scores between them.
-`tiled` dequantizes a few heads at a time, at least one head, so that the dequantized numbers stay
-below a limit.
+dequantizes: it reads fewer bytes, but writes the scores between its two steps. `tiled` dequantizes
+a few heads at a time, at least one, so that the dequantized numbers stay below a limit.
 
 Shapes: queries [B, Hq, N, Dk]; keys and values [B, Hkv, S, ...]. Hq is a multiple of Hkv; query
 head h reads key head h // (Hq // Hkv). The result [B, Hq, N, Dv] has the queries' dtype. A
@@ -19,7 +19,7 @@ A query sees the keys and values of its own block of the grid in full precision.
 computed span by span: the queries of one span are in one block.
 
 Callers pass and get arrays that are neither rotated nor padded. Rotated keys are multiplied by
-rotated queries, and the sum of rotated values is rotated back: products of rows do not change if
+rotated queries, and the sum of rotated values is rotated back. Products of rows do not change if
 both factors are padded, or multiplied by the same orthonormal matrix.
 """
 
@@ -42,7 +42,7 @@ Backend = Literal["cpu", "cuda", "metal"]
 
 MAX_DEQUANTIZED_BYTES = 256 << 20
 """The most bytes of dequantized keys and values, or of scores, at one time, if the work can be
-divided. Spare room, which a step may also read, does not count."""
+divided. Whether to divide it is decided without spare room, which a step may also read."""
 
 _FEW = 17
 """The most queries of a decoding step: a token and 16 draft tokens."""
@@ -70,10 +70,10 @@ class PackedKV:
 
     All arrays are the cache's buffers, with spare room at the end: call `attend` before the next
     update. `buffers` hold `n_tokens`. `newest` [B, H, S, D] holds the last `n_newest` tokens in
-    full precision: the queries' tokens, and some of the `n_own` earlier tokens in the first query's
-    block of the grid; the rest of that block is packed. If rows differ in `n_own`, each row has one
-    query: `n_own` is then the largest number of any row. `rows_differ`: some rows of `newest` have
-    zeros in front, in the place of tokens that are packed.
+    full precision: the queries' tokens, and earlier tokens of the first query's block of the grid.
+    That block has `n_own` earlier tokens, of which the first may be packed. If rows differ in
+    `n_own`, each row has one query, and `n_own` is the largest number of any row. `rows_differ`:
+    some rows of `newest` have zeros in front, in the place of tokens that are packed.
     """
 
     buffers: Packed
@@ -85,7 +85,7 @@ class PackedKV:
     strategy: Strategy = "packed"
     tile_bytes: int = MAX_DEQUANTIZED_BYTES
     is_computed: bool = False
-    """Whether `newest` has every token: the first block of the grid is never read packed."""
+    """Whether `newest` has all tokens, all in the first block of the grid; none is read packed."""
     rows_differ: bool = False
 
     def attend(self, queries: mx.array, values: PackedKV, scale: float, mask: Mask) -> mx.array:
@@ -105,7 +105,7 @@ class PackedKV:
         return dequantized_attention(queries, self, values, scale, mask, tile_bytes)
 
     def spans(self, n_queries: int, mask: Mask) -> list[_Span]:
-        """Return the queries cut at the ends of blocks."""
+        """Return the spans of the queries, cut at the ends of blocks."""
         n_keys, n_own, start = self.n_tokens, self.n_own, 0
         before, first, spans = n_keys - n_queries, n_keys - self.n_newest, []
         while start < n_queries:
@@ -116,9 +116,9 @@ class PackedKV:
 
     @property
     def n_to_read(self) -> int:
-        """How many tokens a step reads: with the buffers' spare room, if that is at most a quarter.
+        """How many tokens a step reads: all in the buffers, if at most a quarter is spare room.
 
-        The spare room is read, because MLX would have to copy a slice of the buffers first.
+        To read less, MLX would have to copy a slice of the buffers first.
         """
         capacity = self.buffers[0].shape[2]
         return capacity if (capacity - self.n_tokens) * 4 <= capacity else self.n_tokens
@@ -138,7 +138,7 @@ class PackedKV:
     def prepared(self) -> mx.array:
         """Return the newest tokens rotated and padded, like dequantized tokens.
 
-        On a GPU, a copy of the slice would take longer than to rotate the spare room.
+        On a GPU, spare room is rotated, too: copying a slice first would take longer.
         """
         if backend() == "cpu":
             return pk.prepared(pk.view(self.newest, 0, self.n_newest), self.quantization)
@@ -150,10 +150,10 @@ class PackedKV:
         return self.newest[:, :, first - before : last - before]
 
     def placed(self, packed: mx.array, own: mx.array, at: tuple[Any, ...]) -> mx.array:
-        """Return keys, values or scores `packed` with the tokens `own` at position `at`.
+        """Return `packed` (keys, values or scores) with the tokens `own` at index `at`.
 
         If rows differ, each token is in `packed` or in `own`, and the other array has zeros for it.
-        Otherwise `own` has all tokens. No slice of `packed` is taken, because MLX would copy it.
+        Otherwise `own` has all tokens at `at`. `packed` is not sliced, because MLX would copy it.
         """
         if self.rows_differ:
             return packed.at[at].add(own)
@@ -171,8 +171,8 @@ def dequantized_attention(
 ) -> mx.array:
     """Dequantize and run the fused kernel that mlx-lm runs in full precision.
 
-    With `tile_bytes`, a tile has at most this number of bytes: some heads or some rows, at least
-    one head of one row.
+    With `tile_bytes`, some heads or rows at a time are dequantized: at most this number of bytes,
+    but at least one head of one row.
     """
     queries = pk.prepared(queries, keys.quantization)
     if tile_bytes is None:
@@ -188,7 +188,7 @@ def _tiled(
     """Call `_fused` for one tile after another."""
     n_rows, n_heads = queries.shape[:2]
     n_kv_heads = keys.newest.shape[1]
-    # The number of numbers in one token's dequantized key and value of one head.
+    # How many numbers a token's key and value have in one head, dequantized.
     n_numbers = sum(x.buffers[1].shape[3] * x.quantization.group_size for x in (keys, values))
     n_at_once = tile_bytes // max(1, keys.n_to_read * n_numbers * queries.dtype.size)
     n_repeats = n_heads // n_kv_heads
@@ -256,10 +256,10 @@ def _fused(
 def _padded_attention(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, last: int
 ) -> mx.array:
-    """Return the causal attention of queries that end at position `last` - 1, without padding.
+    """Return the causal attention of queries whose last position is `last` - 1.
 
-    The keys and values are padded, and the queries are padded here. Each padded query sees the
-    first key, so its result is finite.
+    The keys and values are padded already. The queries are padded here, and the padding is removed
+    from the result. Each padding query sees the first key, so its result is finite.
     """
     n_queries = queries.shape[2]
     # A pad of 0 also copies the queries: MLX builds a kernel for each set of strides.
@@ -276,7 +276,7 @@ def _padded_attention(
 def builds_for_each_length(*arrays: mx.array) -> bool:
     """Whether MLX builds its fused kernel for each number of queries and keys: on CUDA, with cuDNN.
 
-    arrays: queries, keys or values [B, H, S, D]. cuDNN takes heads of up to 128 numbers of 16 bits.
+    arrays: queries, keys or values [B, H, S, D]. cuDNN needs heads of up to 128 numbers of 16 bits.
     A build takes 40 to 65 ms on an H200, a hundred times as long as the attention of a span.
     """
     return mx.cuda.is_available() and all(x.shape[3] <= 128 and x.dtype.size == 2 for x in arrays)
@@ -366,7 +366,7 @@ def _hidden(scores: mx.array, mask: Mask, n_queries: int, n_keys: int, queries: 
 
 
 def _part(mask: Mask, *axes: slice) -> Any:
-    """Return a part of an array with four axes, of which an axis of length 1 broadcasts."""
+    """Return a part of a mask, by slices of four axes. Axes of length 1 broadcast: they stay."""
     if not isinstance(mask, mx.array):
         return mask
     mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
@@ -382,7 +382,7 @@ def _slices(start: int, stop: int, step: int) -> Iterator[slice]:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The geometry of a layer's attention; with the number of tokens it decides the kernels."""
+    """The geometry of a layer's attention. MLX chooses kernels by it and by numbers of tokens."""
 
     n_q_heads: int
     n_kv_heads: int
@@ -398,11 +398,11 @@ def backend() -> Backend:
 
 
 def least_rows() -> int:
-    """Return the least number of rows, above 1, for calls of the model that stock would not make.
+    """Return the fewest rows, besides one row, of a call of the model that stock would not make.
 
     MLX's CUDA backend has a kernel for products of 2 to 16 rows with quantized weights, and another
-    for up to 32. MLX compiles each for half a minute at its first use. Stock needs only the kernels
-    for one row and for long prompts.
+    for up to 32. At its first use, each is compiled, which takes half a minute. Stock needs only
+    the kernels for one row and for long prompts.
     """
     return 33 if backend() == "cuda" else 1
 
@@ -411,9 +411,9 @@ def least_rows() -> int:
 class AttentionPlan:
     """How the layers of one group attend.
 
-    Calls of up to `most_queries` queries for each of `least_rows` sequences or more take
-    `strategy`, if the plan has one. All other calls dequantize, in tiles of at most
-    `max_dequantized_bytes` if the model takes packed keys.
+    If the plan has a `strategy`, it is used in calls with at least `least_rows` sequences, and at
+    most `most_queries` queries for each. All other calls dequantize; if the model takes packed
+    keys, they do so in tiles of at most `max_dequantized_bytes`.
     """
 
     strategy: Strategy | None = None
@@ -463,17 +463,17 @@ def plan_by_policy(
         return AttentionPlan(can_take_packed=True)
     if computed_on == "metal":
         # MLX has a fast kernel for few queries over keys of 4 or 8 bits. If a key head has four
-        # query heads or more, the product with values runs in few threadgroups.
+        # query heads or more, the product with values has too few threadgroups to fill the GPU.
         width = shape.k_dim + keys.padding
         is_fast = width > 128 or (width in (64, 128) and keys.bits in (4, 8))
         if not is_fast or shape.n_q_heads >= 4 * shape.n_kv_heads:
-            # Eight rows fill the GPU, and dequantizing would write all of their keys.
+            # Eight rows fill the GPU, and dequantizing would write the keys of all eight.
             least_rows = 8
     # On the CPU, packed keys of 8 bits are a quarter of the bytes of float32: a query over 4,089
-    # keys of 8 heads takes 32 ms instead of 171, 8 queries 205 instead of 298, and 17 no less.
+    # keys of 8 heads takes 32 ms instead of 171, 8 queries 205 instead of 298; 17 gain nothing.
     return AttentionPlan("packed", _FEW, least_rows, can_take_packed=True)
 
 
 def forced_plan(strategy: Strategy) -> AttentionPlan:
-    """Return a plan that always takes `strategy`, for a model that takes packed keys."""
+    """Return a plan that always uses `strategy`, for a model that takes packed keys."""
     return AttentionPlan(strategy, can_take_packed=True)

@@ -1,8 +1,8 @@
 """The KV caches of one sequence, and of several sequences that run as one batch.
 
 A batch has the layout of mlx-lm's `BatchKVCache`: rows end at one common position and are padded on
-the left. Python also stores the padding: no step has to ask the device for it, and an unpadded
-batch needs no array mask, with which prefill takes several times as long as with "causal". Each
+the left. Python also stores the padding, so no step has to ask the device for it. An unpadded batch
+then needs no array as its mask: prefill would take several times as long as with "causal". Each
 prompt has separate caches until it is computed.
 """
 
@@ -66,7 +66,7 @@ class Buffers:
         return self.keys is None
 
     def finalize(self) -> None:
-        """Called at the end of a prompt. Buffers never have padding after the tokens."""
+        """Do nothing at the end of a prompt: buffers never have padding after the tokens."""
 
     @property
     def nbytes(self) -> int:
@@ -82,8 +82,8 @@ class Buffers:
 class PaddedBatch(Buffers):
     """B sequences in buffers [B, H, S, ...].
 
-    `left_padding` and `offset` (_idx - left_padding, for rotary embeddings) are int32 arrays [B],
-    replaced and never written to.
+    `left_padding` and `offset` (_idx - left_padding, for rotary embeddings) are int32 arrays [B].
+    They are replaced, never written to.
     """
 
     extends_by_many = True
@@ -247,7 +247,7 @@ class Newest(PaddedBatch):
 
     A query sees the keys and values of its own block of `pk.GRID` positions in full precision, and
     all older blocks quantized. This depends only on positions, not on a prompt's chunks. The newest
-    tokens are packed when the next token begins another block. Padding is zeros.
+    tokens are packed when the next token begins another block. Padding consists of zeros.
     """
 
     def __init__(self, n_rows: int) -> None:
@@ -282,7 +282,7 @@ class Newest(PaddedBatch):
         self.keys, self.values = (pk.append(None, 0, x, room) if width else None for x in sides)
 
     def only(self, n_tokens: Sequence[int]) -> tuple[mx.array, mx.array]:
-        """Return the last `n_tokens` of each row after zeros, [B, H, max(n_tokens), D]."""
+        """Return each row's last `n_tokens`, with zeros in front, [B, H, max(n_tokens), D]."""
         width = max(n_tokens)
         newest = self.last(width)
         if min(n_tokens) == width:
@@ -317,12 +317,12 @@ class Newest(PaddedBatch):
 class PackedCache(Buffers):
     """Packed keys and values, and the newest in full precision; a plan says how they are read.
 
-    After each fetch, mlx-lm chooses the attention by `hasattr(cache, "bits")`. So `bits` and
-    `group_size` exist only if fetches are packed. Otherwise fetches are arrays, the same for all
-    queries of a call, so these queries should be in one block of the grid.
+    After each update, mlx-lm chooses the attention by `hasattr(cache, "bits")`. So `bits` and
+    `group_size` exist only if updates return packed keys and values. Otherwise they return arrays,
+    which all queries of a call see, so these queries should be in one block of the grid.
 
-    Tokens that later queries see quantized are packed before the next fetch. The packed buffers
-    hold zeros for tokens that are not packed.
+    Each update packs the tokens that its queries see quantized. The packed buffers hold zeros for
+    tokens that are not packed.
     """
 
     precision: KVPrecision
@@ -330,11 +330,11 @@ class PackedCache(Buffers):
     plan: AttentionPlan | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Append keys [B, H, n, Dk] and values [B, H, n, Dv]; return all of both.
+        """Append keys [B, H, n, Dk] and values [B, H, n, Dv]; return all keys and all values.
 
         The plan decides the form: arrays [B, H, S, D] in the dtypes of the arguments, with padding
-        in front, or two `PackedKV`. Raises ValueError for several tokens in packed form if rows are
-        at different positions in their blocks of the grid.
+        in front, or two `PackedKV`. With `PackedKV`, n > 1 raises ValueError if rows are at
+        different positions in their blocks of the grid.
         """
         n_own, n_new = self.forget(), keys.shape[2]
         first = self.n_packed if n_new > 1 else []
@@ -376,7 +376,7 @@ class PackedCache(Buffers):
 
     @property
     def bits(self) -> int:
-        """Bits of the keys; the attribute does not exist if fetches are arrays."""
+        """Bits of the keys; the attribute does not exist if updates return arrays."""
         if self.plan is None or not self.plan.can_take_packed:
             raise AttributeError("bits")
         return self.precision.keys.bits
@@ -399,8 +399,8 @@ class PackedCache(Buffers):
 
     @property
     def n_packed(self) -> list[int]:
-        """How many of the first tokens of each row are packed: all before its last block, and all
-        that are no longer held in full precision."""
+        """How many first tokens of each row are packed: all before the row's last block, and all
+        that `newest` does not have."""
         return [
             max(n - n_held, (n - 1) // pk.GRID * pk.GRID)
             for n, n_held in zip(self.lengths, self.newest.lengths, strict=True)
@@ -410,7 +410,7 @@ class PackedCache(Buffers):
         """Pack tokens [first, last) of each row."""
         if first == last:
             return
-        # Counted from the end, because rows end at one column, here and in `newest`.
+        # Ranges count from the end, because rows end at one column, here and in `newest`.
         ranges = [(n - a, n - b) for n, a, b in zip(self.lengths, first, last, strict=True)]
         for row, (start, stop) in _by_rows(ranges):
             if start > stop:
@@ -421,7 +421,7 @@ class PackedCache(Buffers):
                         buffer[row, :, at] = x
 
     def _make_room(self, *new: mx.array) -> None:
-        """Extend the buffers by zeros until they hold all tokens, of which `new` are the last."""
+        """Extend the buffers by zeros until they have room for all tokens; `new` are the last."""
         if self.keys is None or self.keys[0].shape[2] < self.size():
             start = self.size() - new[0].shape[2]
             self.keys, self.values = (
@@ -455,12 +455,12 @@ class PackedCache(Buffers):
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return all keys and values dequantized, padding included; some models read them here.
 
-        Raises ValueError if the cache is empty, or if its fetches are packed: a model would see
-        different keys here than in its fetches.
+        Raises ValueError if the cache is empty, or if updates return packed keys: a model would see
+        different keys here than in attention.
         """
         if self.empty() or hasattr(self, "bits"):
             raise ValueError("the cache is empty, or its fetches are packed")
-        # Newest tokens have the model's dtype; the scales of a float32 model have 16 bits.
+        # The newest tokens have the model's dtype, but scales have 16 bits in a float32 model.
         dtype = (self.keys[1] if self.newest.keys is None else self.newest.keys).dtype
         keys, values = (
             pk.read(pk.view(packed, 0, self.size()), quantization, dtype)
@@ -493,7 +493,8 @@ class SequenceQuantizedKVCache(PackedCache):
         self.precision, self.plan = precision, plan
         self.newest = Newest(1)
         self._before: tuple[int, Newest] | None = None
-        """The last block's end, and its tokens in full precision, while the next block is short."""
+        """The end of the block before, and its tokens in full precision, for `trim`; None once the
+        current block has `_MOST_TAKEN_BACK` tokens."""
 
     @property
     def offset(self) -> int:
@@ -509,7 +510,7 @@ class SequenceQuantizedKVCache(PackedCache):
     ) -> mx.array | str | None:
         """Return the mask for the next N tokens: None, "causal" or a boolean array [N, S].
 
-        An array only if the caller requests it, or if the window hides tokens.
+        It is an array only if the caller requests one, or if the window hides tokens.
         """
         if window_size is not None and self.offset + N <= window_size:
             window_size = None
@@ -545,7 +546,7 @@ class SequenceQuantizedKVCache(PackedCache):
         return super().forget()
 
     def trim(self, n: int) -> int:
-        """Like `Buffers.trim`. A block that loses tokens is in full precision again."""
+        """Like `Buffers.trim`. If the block of `_before` loses tokens, the rest is not packed."""
         if self._before is None or self.offset - n >= self._before[0]:
             return super().trim(n)
         (end, newest), self._before = self._before, None
@@ -560,7 +561,7 @@ class SequenceQuantizedKVCache(PackedCache):
         self._clear(self.offset)
 
     def as_computed(self) -> ChunkedKVCache:
-        """Return a cache of only the newest tokens, at least one, as lazy views of the buffers."""
+        """Return a cache of only the newest tokens, as lazy views; there must be at least one."""
         cache = ChunkedKVCache(pk.GRID)
         cache.start_position, cache.offset = self.offset - self.newest.size(), self.offset
         cache.keys, cache.values = self.newest.view()
@@ -616,7 +617,7 @@ class BatchQuantizedKVCache(PackedCache, PaddedBatch):
 
 
 def batch_of(caches: Sequence[Any]) -> Any | None:
-    """Return a batch of ours for one layer's caches of sequences, None for other classes."""
+    """Return our batch of several sequences' caches of one layer, None for other classes."""
     if any(isinstance(cache, SequenceQuantizedKVCache) for cache in caches):
         return BatchQuantizedKVCache.merge(caches)
     if all(type(cache) is KVCache for cache in caches):

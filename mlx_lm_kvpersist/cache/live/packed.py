@@ -2,9 +2,9 @@
 
 A `Packed` is what `mx.quantize` returns for an array [B, H, T, W]: weights uint32 [B, H, T, W *
 bits / 32], then scales and biases [B, H, T, W / group size] in the array's own dtype, or in
-bfloat16 if the array is float32. Zeros in all three stand for zeros. W is the number of numbers of
-a head, D, plus the padding to whole groups. In full precision, keys are one array, and so are
-values; `each` and the functions that use it take both forms.
+bfloat16 if the array is float32. Zeros in all three stand for zeros. W is the size of a head, D,
+plus the padding to whole groups. In full precision, keys are one array, and so are values; `each`
+and the functions that use it accept both forms.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def each(function: Callable[..., mx.array], stored: Held, *more: Held) -> Held:
 def headroom(n_new: int) -> int:
     """Return how many tokens to allocate in addition to `n_new` tokens that did not fit.
 
-    Decoding, and the last 768 tokens of a prompt, then have room for many steps. Each chunk of a
-    long prompt makes new buffers, so more room would be wasted in every sequence of a batch.
+    After a chunk of 768 tokens or more, a last chunk of up to 768 tokens and 256 decoding steps
+    fit. Another long chunk makes new buffers, and more room would be wasted in every sequence.
     """
     return min(max(n_new + 256, 512), 1024)
 
@@ -48,9 +48,10 @@ def headroom(n_new: int) -> int:
 def rotation(dim: int, width: int, dtype: mx.Dtype) -> mx.array:
     """Return the matrix [dim, width] to multiply keys and values by; the transpose rotates back.
 
-    The rows are the first rows of a Hadamard matrix if MLX knows one (2**k times 1, 12, 20 or 28),
-    otherwise of the product of a Hadamard matrix and a cosine transform for the odd factor. The
-    rotation spreads a large channel over all channels: https://arxiv.org/abs/2404.00456
+    It has the first `dim` rows of a Hadamard matrix if MLX has one for `width` (2**k times 1, 12,
+    20 or 28). For other widths, a Kronecker product replaces the Hadamard matrix: of a cosine
+    transform for the odd factor, and a Hadamard matrix. The rotation spreads a large channel over
+    all channels: https://arxiv.org/abs/2404.00456
     """
     power = width & -width
     odd = width // power
@@ -69,8 +70,8 @@ def rotation(dim: int, width: int, dtype: mx.Dtype) -> mx.array:
 def prepared(x: mx.array, quantization: Quantization) -> mx.array:
     """Return `x` [..., D] rotated and padded, [..., W], ready to be packed.
 
-    A rotation into more dimensions gives smaller numbers, with smaller errors, than zeros after
-    rotated numbers. The product of two prepared arrays equals the product of the arrays.
+    Rotating into W dimensions makes numbers and errors smaller than padding after a rotation would.
+    The product of two prepared arrays equals the product of the original arrays.
     """
     dim, padding = x.shape[-1], quantization.padding
     if quantization.rotated:
@@ -92,9 +93,9 @@ def as_it_came(x: mx.array, quantization: Quantization) -> mx.array:
 def _is_transform(dim: int, padding: int, dtype: mx.Dtype) -> bool:
     """Whether to rotate by MLX's Hadamard kernel, which needs a size of 2**k and no padding.
 
-    With products, the attention of a step of 32 layers over 4,000 tokens takes 9.2 ms instead of
-    6.0 on an H100. But the kernel rounds to `dtype` between its stages: seven times on a CPU, two
-    or three times on a GPU. And it does not scale the sums of a stage, so they overflow float16.
+    On an H100, a step's attention in 32 layers over 4,000 tokens takes 6.0 ms with the kernel, and
+    9.2 ms with matrix products. But the kernel rounds to `dtype` between its stages: seven times on
+    a CPU, two or three times on a GPU. It does not scale a stage's sums, so they overflow float16.
     """
     is_close = dtype == mx.float32
     if dtype == mx.bfloat16:
@@ -103,10 +104,10 @@ def _is_transform(dim: int, padding: int, dtype: mx.Dtype) -> bool:
 
 
 def scale_dtype(dtype: mx.Dtype) -> mx.Dtype:
-    """Return the dtype of the scales and biases of numbers of `dtype`: 16 bits.
+    """Return the dtype, of 16 bits, of scales and biases for numbers of `dtype`.
 
-    bfloat16 has the range of float32, so nothing overflows. SmolLM2 in float32, keys 6 bits, values
-    4, has the same divergence with both dtypes (0.00068 nats).
+    bfloat16 has the range of float32, so nothing overflows. SmolLM2 in float32, with keys of 6 bits
+    and values of 4, has the same divergence with scales in both dtypes (0.00068 nats).
     """
     return mx.bfloat16 if dtype == mx.float32 else dtype
 
@@ -145,7 +146,7 @@ def matmul(x: mx.array, packed: Packed, quantization: Quantization, *, transpose
 
 
 def read(packed: Packed, quantization: Quantization, dtype: mx.Dtype) -> mx.array:
-    """Return all tokens [B, H, T, D] in `dtype`, not rotated, but rounded."""
+    """Return all tokens [B, H, T, D] in `dtype`, rotated back."""
     return as_it_came(dequantize(packed, quantization, dtype), quantization)
 
 
@@ -172,8 +173,8 @@ def share(stored: Held) -> Held:
 def append(stored: Held | None, start: int, new: Held, room: int | None = None) -> Held:
     """Write `new` after the first `start` tokens of `stored`, replacing later tokens.
 
-    Buffers are written in place while they have room and nothing else refers to them; otherwise
-    they are copied, with room for `room` more tokens, or `headroom`.
+    Buffers with room are written in place, unless something else refers to them: MLX then copies
+    them. Buffers without room are replaced: new ones have room for `room` (or `headroom`) tokens.
     """
 
     def grown(arrays: list[mx.array]) -> mx.array:

@@ -23,7 +23,7 @@ _LITTLE_PADDING = 4096
 
 
 class _Rows:
-    """The caches of the rows, and how many tokens of each are computed."""
+    """The caches of the rows, and the number of tokens of each row that are computed."""
 
     kind = "full"
     """Layers of one kind share a mask, so their rows must be of one class."""
@@ -140,7 +140,7 @@ class ArrayRows(_Rows):
 
 
 class WindowRows(ArrayRows):
-    """Rows of mlx-lm's batches of windows. They hold no padding."""
+    """Rows of mlx-lm's BatchRotatingKVCache, whose buffers have no padding."""
 
     kind = "window"
 
@@ -189,13 +189,13 @@ def _joined(states: Sequence[mx.array | None]) -> mx.array | None:
 def rows_of(caches: Sequence[Any], n_tokens: Sequence[int]) -> _Rows | StateRows | None:
     """Return one cache for a layer's caches of several prompts; None if they cannot be joined.
 
-    caches: batches of one row, of which `n_tokens` come next.
+    caches: batches of one row each; `n_tokens` has the number of next tokens of each.
     """
     if all(type(cache) is FullPrecisionBatchKVCache for cache in caches):
         lengths = [cache.size() for cache in caches]
         n_padding = max(lengths) * len(lengths) - sum(lengths)
         if n_padding > max(sum(lengths), _LITTLE_PADDING):
-            return None  # otherwise a long row would be copied and read once for each short row
+            return None  # joined, each short row would be copied and read at the longest length
         return ArrayRows(caches, n_tokens)
     if all(isinstance(cache, BatchQuantizedKVCache) and hasattr(cache, "bits") for cache in caches):
         return PackedRows(caches, n_tokens)
