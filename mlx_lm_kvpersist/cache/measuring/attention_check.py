@@ -1,11 +1,11 @@
 """Plan the attention of a model's layers by the policy, and compare it with plain arithmetic.
 
-A trace shows first which layers attend over packed keys, and in which shapes.
+First, a trace shows which layers attend over packed keys, and in which shapes.
 
 MLX chooses among kernels by the number of queries and keys, and some versions of MLX have kernels
-that are wrong on some devices (docs/upstream.md). So each load takes some milliseconds to compare
-the strategies of a plan with plain arithmetic, for the model's own heads and dtype, on both sides
-of the sizes at which MLX changes the kernel.
+that are wrong on some devices (docs/upstream.md). So each load compares the strategies of a plan
+with plain arithmetic, for the model's own heads and dtype, with sizes below and above those at
+which MLX changes the kernel. This takes some milliseconds.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _CUDA_CASES: _Cases = {
     (33_000, 0): (1,),
 }
 """CUDA's packed kernel depends on the number of keys with spare room (a multiple of 128, of 4, or
-neither), and changes at 16, 32, 64 and 128 rows of a product: queries of a key head."""
+neither), and changes at 16, 32, 64 and 128 rows of a product; rows are a key head's queries."""
 
 _METAL_CASES: _Cases = {
     (301, 0): (1, 2, 3, 4, 17, 32),
@@ -85,10 +85,10 @@ def plan_attention(
     """Plan each quantized group by the policy, or by `choice`, without wrong strategies.
 
     `packed` says whether the architecture's attention accepts packed keys. A group whose layers do
-    not attend to packed keys, or attend in several shapes, dequantizes. Equal groups are probed
-    once. If packed attention is wrong for any group, or in another process of the model, all
-    groups dequantize: each process calls `least` with its number of right strategies, and `least`
-    returns the smallest number of all processes.
+    not attend to packed keys, or attend in several shapes, dequantizes. Equal groups are checked
+    once. If packed attention is wrong for any group, in any process of the model, all groups
+    dequantize: each process calls `least` with its number of right strategies, and `least` returns
+    the smallest number of all processes.
 
     Raises ModelNotSupported if dequantizing is wrong: no other strategy can replace it.
     """
@@ -172,7 +172,7 @@ def _cases(plan: AttentionPlan) -> _Cases:
 def observed_attention() -> Iterator[list[tuple[AttentionShape, PackedKV]]]:
     """Yield a list that collects the shape and the values of each attention over our packed keys.
 
-    No attention patch is needed. All threads are observed until the context ends.
+    This works without the attention patch. All threads are observed until the context ends.
     """
     calls: list[tuple[AttentionShape, PackedKV]] = []
     before = getattr(base, _TARGET)
@@ -259,13 +259,13 @@ class _Layer:
             mx.eval(self.sides, self.plain)
 
     def _random(self, shape: tuple[int, ...]) -> mx.array:
-        # With its own random key, because a check must not change the server's samples.
+        # A separate random key is used, because a check must not change the server's samples.
         return mx.random.normal(shape, key=mx.random.key(shape[2])).astype(self.dtype)
 
     def disagreeing(self, strategies: Sequence[Strategy], n_queries: int) -> Iterator[Strategy]:
         """Yield the strategies that differ from plain arithmetic for `n_queries` per head.
 
-        A single query is also checked with two rows that count as different (`rows_differ`).
+        A single query is also checked with two rows and `rows_differ`, as if the rows differed.
         """
         queries = self._random((1, self.n_heads * self.n_repeats, n_queries, self.k_dim))
         expected = self._plain(queries.astype(mx.float32) * self.scale)

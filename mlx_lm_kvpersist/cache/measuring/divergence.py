@@ -21,16 +21,16 @@ from ..live.packed import GRID
 _TEXTS = Path(__file__).with_name("texts.json")
 """Short texts of many kinds, all written for this project.
 
-The first `GRID` tokens, the context, lose nothing: a query sees its own block of the grid in full
-precision. Each later part uses the context's names and facts in another language or format, and the
-last part copies a passage of the context."""
+In the first `GRID` tokens, which are the context, nothing changes: a query sees its own block of
+the grid in full precision. Each later part uses the context's names and facts in another language
+or format, and the last part copies a passage of the context."""
 
 AT_ONCE = GRID // 2
-"""Most tokens of a text that are computed together; a divisor of `GRID`."""
+"""The most tokens of a text that are computed together; a divisor of `GRID`."""
 _MOST_BYTES = 32 << 20
 """Bytes of one float32 array of log-probabilities; about six exist at a time."""
 _LEAST_LOGPROB = -1e4
-"""A floor: masked tokens have -inf, and -inf - -inf is NaN."""
+"""The lowest log-probability: masked tokens have -inf, and the difference of two -inf is NaN."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Estimate:
 
 @dataclass
 class Predictions:
-    """Predictions after each token of a text: lists with a number, in nats, or a flag for each.
+    """Predictions after each token of a text: lists with a number, in nats, or a flag per token.
 
     `nll` is the negative log-likelihood of the next token, `above` its excess over full precision,
     `divergence` the KL divergence from the full-precision prediction, and `same` whether the
@@ -94,10 +94,10 @@ class Predictions:
 def compared(
     model: Any, ids: Sequence[int], own_caches: list[Any], caches: Mapping[str, list[Any]]
 ) -> dict[str, Predictions]:
-    """Return the predictions after each of `ids` except the last, over each of `caches`.
+    """Return, for each of `caches`, the predictions after each of `ids` except the last.
 
     ids: up to `AT_ONCE` next ids of a text, in one block of the grid, and one more id. All caches
-    hold the text before `ids`; `own_caches` are in full precision. Evaluates MLX.
+    hold the text before `ids`; `own_caches` are in full precision. The model is evaluated.
     """
     fed, followed = mx.array([list(ids[:-1])]), mx.array(list(ids[1:]))
     predictions = {name: Predictions() for name in caches}
@@ -131,9 +131,9 @@ def _log_probabilities(logits: mx.array) -> mx.array:
 
 
 def part_means(nats: Sequence[float], places: Mapping[str, range]) -> dict[str, float]:
-    """Return the mean divergence of each part of a text that has predictions.
+    """Return the mean divergence of each part that has predictions.
 
-    nats: the divergence at each position of the text; `places` has the positions of its parts.
+    nats: the divergence at each position of a text; `places` has the positions of the text's parts.
     """
     return {
         name: _mean(nats[place.start : place.stop]).value
@@ -152,7 +152,7 @@ def _exponential(estimate: Estimate) -> Estimate:
 
 
 def all_parts() -> dict[str, str]:
-    """Return the context, then the parts in the order in which they are read, by name."""
+    """Return the texts by name: the context first, then the parts in the order of reading."""
     texts: dict[str, str] = json.loads(_TEXTS.read_text(encoding="utf-8"))
     return texts
 
@@ -160,7 +160,7 @@ def all_parts() -> dict[str, str]:
 def placed(tokenizer: Any) -> tuple[list[int], dict[str, range]]:
     """Return the ids of all parts as one text, and the positions of all parts except the context.
 
-    The context is repeated up to `GRID` tokens. The result has 800 to 1,050 ids, and some hundreds
+    The context is repeated until it has `GRID` tokens or more. The result has 800 to 1,050 ids, and some hundreds
     more if a vocabulary covers few languages.
     """
     (_, context), *passages = all_parts().items()
@@ -176,7 +176,7 @@ def placed(tokenizer: Any) -> tuple[list[int], dict[str, range]]:
 
 
 def encode(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
-    """Return the begin token, or an empty list, and the text's ids without the begin token."""
+    """Return the begin token as a list, which may be empty, and the text's ids without it."""
     ids = list(tokenizer.encode(text, add_special_tokens=False))
     bos = tokenizer.bos_token_id
     begins = bos is not None and list(tokenizer.encode("a"))[:1] == [bos]

@@ -51,12 +51,13 @@ _LEAST_FACTOR = 0.1
 """The lowest factor: a small peak may be wrong, because other memory was freed at the same time."""
 
 _MOST_ON_GPU = 2.0
-"""The highest factor on a GPU, where MLX queues every layer: on an H100, the peak is 6 to 16 times
-the formula's bytes. MLX waits before it exceeds its limit, so shorter chunks are not needed."""
+"""The highest factor on a GPU. There, MLX queues every layer: on an H100, the peak is 6 to 16 times
+the formula's bytes. But MLX waits before it exceeds its limit: such a peak needs no shorter chunks.
+"""
 
 _MARGIN, _EASING = 1.2, 0.1
-"""Peaks of similar chunks differ by some percent. A prediction that was too high falls by a tenth
-of the difference with each chunk."""
+"""Peaks of similar chunks differ by several percent. If a prediction was too high, each chunk
+lowers it by a tenth of the difference."""
 
 
 @dataclass
@@ -67,7 +68,7 @@ class PrefillMemory:
     attention that is not fused, for each pair of token and key. `key_bytes` are one layer's
     dequantized keys and values, for each key, cached or new. No layer sees more than `window`
     cached keys, unless that is None. With `stops_every`, chunks end at multiples of this number,
-    where checkpoints are made. The generation thread learns; any thread may ask.
+    where checkpoints are made. Only the generation thread calls `learn`; any thread may read.
     """
 
     token_bytes: float
@@ -79,15 +80,15 @@ class PrefillMemory:
     most_factor: float = math.inf
     """The highest factor."""
     _factors: Mapping[int, float] = field(default_factory=dict)
-    """The measured bytes of chunks divided by the formula's, by the bit length of the position. The
-    mapping is replaced, never changed."""
+    """For each bit length of a position, the measured bytes of chunks as a multiple of the
+    formula's. The mapping is replaced, never changed."""
 
     @classmethod
     def of(cls, model: Any, spec: ModelCacheSpec, limit_bytes: int) -> PrefillMemory:
-        """Return the memory of a model's chunks by the shapes of its parameters; evaluate nothing.
+        """Return the memory of a model's chunks, from its parameters' shapes; evaluate nothing.
 
-        On the CPU the formula gives 0.5 to 2 times the measured bytes for most architectures, and
-        up to 7 times for layers with states or without own matrices.
+        On the CPU, the formula gives 0.5 to 2 times the measured bytes for most architectures. For
+        layers with states, or without own matrices, it gives up to 7 times the measured bytes.
         """
         attending = [group for group in spec.groups if group.keys is not None]
         n_heads = max(_arguments(model, _HEADS), default=64)
@@ -127,7 +128,8 @@ class PrefillMemory:
         """Learn that a chunk after `position` cached tokens took `n_bytes`.
 
         Predictions rise at once and fall slowly. A short chunk is mostly overhead, unless the limit
-        made it short. It raises predictions only if it exceeds the prediction for longer chunks.
+        made it short. It never lowers predictions, and raises them only if it took more than is
+        predicted for a chunk of `_LEAST_LEARNED` tokens.
         """
         predicted = self._formula(n_tokens, position)
         place, before = position.bit_length(), self._factor(position)
@@ -148,7 +150,7 @@ class PrefillMemory:
         factors, place = self._factors, position.bit_length()
         if place in factors:
             return factors[place]
-        # If the formula was too low at another position, it may be twice as wrong here.
+        # If the formula was too low at another position, it may be even lower here.
         highest = max(factors.values(), default=0.0)
         return min(max(1.0, 2 * highest if highest > _MARGIN else highest), self.most_factor)
 
@@ -165,7 +167,7 @@ class PrefillMemory:
 class SequenceMemory:
     """The size of a token, and of a row without its tokens, from the shapes of a model's arrays.
 
-    `windows` has each window's tokens, and a token's bytes in all layers with that window.
+    `windows` has pairs: a window's tokens, and a token's bytes in all layers with that window.
     """
 
     token_bytes: int = 0
@@ -173,7 +175,7 @@ class SequenceMemory:
     windows: tuple[tuple[int, int], ...] = ()
     n_layers: int = 1
     n_arrays: int = 1
-    """The number of arrays of a block, or of a checkpoint."""
+    """The number of arrays of a block and a checkpoint together."""
     prefill: PrefillMemory | None = None
 
     @classmethod
@@ -230,7 +232,7 @@ class SequenceMemory:
         shortest = self.prefill.peak_bytes(MIN_CHUNK, longest) if prompts else 0
         # When rows are added or removed, the batch is copied, one layer after the other.
         layers = 2 * self.caches_bytes(replies, prompts, room) // self.n_layers
-        n_read = longest + min(room, longest // 3)  # a step reads spare room up to a quarter
+        n_read = longest + min(room, longest // 3)  # up to a quarter of it is spare room
         dequantized = int(n_rows * n_read * self.prefill.key_bytes)
         return max(self.chunk_bytes, shortest, dequantized, layers)
 
@@ -238,8 +240,8 @@ class SequenceMemory:
 def _activation_bytes(model: Any) -> tuple[int, int]:
     """Return the bytes of a token in the widest layer, and of one number in most weights or scales.
 
-    A matrix [..., out, in], packed or not, makes `out` numbers for each of its parts. In a stack of
-    experts, only the experts that a token is routed to make numbers.
+    A matrix [..., out, in], packed or not, makes `out` numbers for each index in front. In a stack
+    of experts, only the experts that are chosen for a token make numbers.
     """
     top_k = max(_arguments(model, _TOP_K), default=8)
     n_experts = set(_arguments(model, _EXPERTS))
@@ -268,7 +270,7 @@ def _activation_bytes(model: Any) -> tuple[int, int]:
 def _state_bytes(group: LayerGroup) -> int:
     """Return the bytes that a recurrent layer takes for a token.
 
-    Metal has kernels for per-head states, [heads, ...].
+    Metal has kernels for per-head states, [heads, ...], which take `_STEP_BYTES` for each head.
     """
     shape = max((shape for shape, _ in filter(None, group.states)), key=math.prod)
     if len(shape) == 3 and backend() == "metal":
@@ -279,14 +281,14 @@ def _state_bytes(group: LayerGroup) -> int:
 def _score_bytes(group: LayerGroup, n_heads: int, itemsize: int) -> int:
     """Return the bytes of scores and masks for a pair of token and key in one layer."""
     assert group.keys is not None and group.values is not None
-    is_latent = group.keys.dim != group.values.dim  # positions have their own scores
+    is_latent = group.keys.dim != group.values.dim  # then positions have separate scores
     if backend() == "cpu" or is_latent or group.keys.dim not in _FUSED_DIMS or itemsize > 2:
         return n_heads * (itemsize + 1) * (1 + is_latent)
     return itemsize  # only a mask, for all heads
 
 
 def _arguments(model: Any, name: str) -> Iterator[int]:
-    """Yield the numbers among a model's arguments whose whole name matches the pattern `name`."""
+    """Yield a model's integer arguments whose full names match the pattern `name`."""
     left: list[Any] = [getattr(model, "args", None), getattr(model, "config", None)]
     visited = list[Any]()
     while left:
@@ -295,7 +297,7 @@ def _arguments(model: Any, name: str) -> Iterator[int]:
             continue
         visited.append(arguments)
         if not isinstance(arguments, dict):
-            arguments = getattr(arguments, "__dict__", {})  # a model's own code may have any object
+            arguments = getattr(arguments, "__dict__", {})  # a model's own code may use any class
         for key, value in arguments.items():
             if isinstance(value, dict) or is_dataclass(value):
                 left.append(value)
