@@ -229,7 +229,7 @@ class ModelCacheSpec:
 
     @property
     def batching(self) -> str:
-        """What several sequences compute together: prompts and replies, only replies, or nothing."""
+        """What several sequences compute together: prompts and replies, only replies or nothing."""
         return "prompts and replies" if self.joins else "replies" if self.batches else "nothing"
 
     def describe(self) -> dict[str, Any]:
