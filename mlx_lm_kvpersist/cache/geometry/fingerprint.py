@@ -86,9 +86,8 @@ def content_hash(path: Path) -> str:
     """Return a hash of a file, in a time that does not depend on its size.
 
     In a Hugging Face hub cache, a large file is a link to `blobs/<sha256>`: this name is its hash.
-    For other files up to 16 MiB, the hash is the hex xxh3_128 of the content. For larger files, it
-    is the size, and the hex xxh3_128 of the header and of samples. Raises OSError if the file
-    cannot be read.
+    The hash of other files up to 16 MiB is the hex xxh3_128 of their content; of larger files, the
+    size and the hex xxh3_128 of header and samples. Raises OSError if the file cannot be read.
 
     For a larger safetensors file of N bytes, the hash always changes with the size or the header,
     or if every byte of a tensor or more than N / 63 adjacent bytes change. If n adjacent bytes

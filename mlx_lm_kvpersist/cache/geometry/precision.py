@@ -37,8 +37,7 @@ class Quantization:
     def fitted(self, dim: int) -> Quantization:
         """Return this with the padding that heads of `dim` numbers need.
 
-        Groups that span all heads of a token would need no padding, but kernels over packed keys
-        read each head separately.
+        Groups across a token's heads need no padding, but packed kernels read each head separately.
         """
         return replace(self, padding=-dim % self.group_size)
 

@@ -457,8 +457,8 @@ class Architecture:
 
     `batches`: replies to prompts of unequal length may be decoded in one batch. `joins`: such
     prompts may also be computed in one call. `packed`: attention over packed keys gives the same
-    result as over dequantized keys (`packed_shapes` shows which layers call it). `refused`: why
-    conversations cannot be stored although `probe_model` accepts the caches; "" if they can.
+    result as over dequantized keys. `refused`: why conversations cannot be stored although
+    `probe_model` accepts the caches; "" if they can.
     """
 
     batches: bool
