@@ -1,9 +1,8 @@
 """Attention over packed keys and values of any shape: three strategies with the same result.
 
-A group's plan chooses the strategy for each call. It uses the policy's strategy in calls for which
-the policy has one, if that passed the check for these layers on this device
-(`measuring/attention_check.py`). All other calls dequantize: the fused kernel over dequantized keys
-is right on every backend, and the fastest for prompts.
+A group's plan chooses the strategy of each call: the policy's, if there is one for the call and it
+passed the check for these layers on this device (`measuring/attention_check.py`). All other calls
+dequantize: the fused kernel is right on every backend, and the fastest for prompts.
 
 `dequantize` dequantizes the layer's keys and values and runs MLX's fused kernel. `packed` never
 dequantizes: it reads fewer bytes, but writes the scores between its two steps. `tiled` dequantizes
@@ -258,8 +257,8 @@ def _padded_attention(
 ) -> mx.array:
     """Return the causal attention of queries whose last position is `last` - 1.
 
-    The keys and values are padded already. The queries are padded here, and the padding is removed
-    from the result. Each padding query sees the first key, so its result is finite.
+    The keys and values are padded already, the queries are padded here, the result is not padded.
+    Each padding query sees the first key, so its result is finite.
     """
     n_queries = queries.shape[2]
     # A pad of 0 also copies the queries: MLX builds a kernel for each set of strides.
@@ -398,7 +397,7 @@ def backend() -> Backend:
 
 
 def least_rows() -> int:
-    """Return the fewest rows, besides one row, of a call of the model that stock would not make.
+    """Return the fewest rows, above 1, of a call of the model that stock would not make.
 
     MLX's CUDA backend has a kernel for products of 2 to 16 rows with quantized weights, and another
     for up to 32. At its first use, each is compiled, which takes half a minute. Stock needs only
@@ -411,9 +410,9 @@ def least_rows() -> int:
 class AttentionPlan:
     """How the layers of one group attend.
 
-    If the plan has a `strategy`, it is used in calls with at least `least_rows` sequences, and at
-    most `most_queries` queries for each. All other calls dequantize; if the model takes packed
-    keys, they do so in tiles of at most `max_dequantized_bytes`.
+    Calls with at least `least_rows` sequences, and at most `most_queries` queries for each, use
+    `strategy`, if the plan has one. All other calls dequantize, in tiles of at most
+    `max_dequantized_bytes` if the model takes packed keys.
     """
 
     strategy: Strategy | None = None

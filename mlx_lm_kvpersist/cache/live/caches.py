@@ -2,8 +2,8 @@
 
 A batch has the layout of mlx-lm's `BatchKVCache`: rows end at one common position and are padded on
 the left. Python also stores the padding, so no step has to ask the device for it. An unpadded batch
-then needs no array as its mask: prefill would take several times as long as with "causal". Each
-prompt has separate caches until it is computed.
+then needs no array mask: with one, prefill would take several times as long. Each prompt has
+separate caches until it is computed.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class Newest(PaddedBatch):
 
     A query sees the keys and values of its own block of `pk.GRID` positions in full precision, and
     all older blocks quantized. This depends only on positions, not on a prompt's chunks. The newest
-    tokens are packed when the next token begins another block. Padding consists of zeros.
+    tokens are packed when the next token begins another block. Padding is zeros.
     """
 
     def __init__(self, n_rows: int) -> None:
@@ -493,8 +493,7 @@ class SequenceQuantizedKVCache(PackedCache):
         self.precision, self.plan = precision, plan
         self.newest = Newest(1)
         self._before: tuple[int, Newest] | None = None
-        """The end of the block before, and its tokens in full precision, for `trim`; None once the
-        current block has `_MOST_TAKEN_BACK` tokens."""
+        """For `trim`: the previous block's end and tokens, while the current block is short."""
 
     @property
     def offset(self) -> int:
@@ -546,7 +545,7 @@ class SequenceQuantizedKVCache(PackedCache):
         return super().forget()
 
     def trim(self, n: int) -> int:
-        """Like `Buffers.trim`. If the block of `_before` loses tokens, the rest is not packed."""
+        """Like `Buffers.trim`. If `_before` loses tokens, its rest is in full precision again."""
         if self._before is None or self.offset - n >= self._before[0]:
             return super().trim(n)
         (end, newest), self._before = self._before, None

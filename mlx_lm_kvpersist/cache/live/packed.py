@@ -39,7 +39,7 @@ def headroom(n_new: int) -> int:
     """Return how many tokens to allocate in addition to `n_new` tokens that did not fit.
 
     After a chunk of 768 tokens or more, a last chunk of up to 768 tokens and 256 decoding steps
-    fit. Another long chunk makes new buffers, and more room would be wasted in every sequence.
+    fit. A longer chunk makes new buffers anyway, so more room would be wasted.
     """
     return min(max(n_new + 256, 512), 1024)
 
@@ -49,9 +49,8 @@ def rotation(dim: int, width: int, dtype: mx.Dtype) -> mx.array:
     """Return the matrix [dim, width] to multiply keys and values by; the transpose rotates back.
 
     It has the first `dim` rows of a Hadamard matrix if MLX has one for `width` (2**k times 1, 12,
-    20 or 28). For other widths, a Kronecker product replaces the Hadamard matrix: of a cosine
-    transform for the odd factor, and a Hadamard matrix. The rotation spreads a large channel over
-    all channels: https://arxiv.org/abs/2404.00456
+    20 or 28), otherwise of the Kronecker product of a cosine transform for the odd factor and a
+    Hadamard matrix. It spreads a large channel over all channels: https://arxiv.org/abs/2404.00456
     """
     power = width & -width
     odd = width // power
@@ -71,7 +70,7 @@ def prepared(x: mx.array, quantization: Quantization) -> mx.array:
     """Return `x` [..., D] rotated and padded, [..., W], ready to be packed.
 
     Rotating into W dimensions makes numbers and errors smaller than padding after a rotation would.
-    The product of two prepared arrays equals the product of the original arrays.
+    The product of two prepared arrays equals the product of the arrays.
     """
     dim, padding = x.shape[-1], quantization.padding
     if quantization.rotated:
@@ -173,8 +172,8 @@ def share(stored: Held) -> Held:
 def append(stored: Held | None, start: int, new: Held, room: int | None = None) -> Held:
     """Write `new` after the first `start` tokens of `stored`, replacing later tokens.
 
-    Buffers with room are written in place, unless something else refers to them: MLX then copies
-    them. Buffers without room are replaced: new ones have room for `room` (or `headroom`) tokens.
+    Buffers with room are written in place, or copied if something else refers to them. Buffers
+    without room are replaced by buffers with `room` (or `headroom`) spare tokens.
     """
 
     def grown(arrays: list[mx.array]) -> mx.array:

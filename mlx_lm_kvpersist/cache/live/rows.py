@@ -23,7 +23,7 @@ _LITTLE_PADDING = 4096
 
 
 class _Rows:
-    """The caches of the rows, and the number of tokens of each row that are computed."""
+    """The caches of the rows, and how many tokens of each row are computed."""
 
     kind = "full"
     """Layers of one kind share a mask, so their rows must be of one class."""
@@ -140,7 +140,7 @@ class ArrayRows(_Rows):
 
 
 class WindowRows(ArrayRows):
-    """Rows of mlx-lm's BatchRotatingKVCache, whose buffers have no padding."""
+    """Rows of mlx-lm's BatchRotatingKVCache, without padding."""
 
     kind = "window"
 
