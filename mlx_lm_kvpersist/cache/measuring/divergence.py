@@ -21,9 +21,9 @@ from ..live.packed import GRID
 _TEXTS = Path(__file__).with_name("texts.json")
 """Short texts of many kinds, all written for this project.
 
-In the first `GRID` tokens, which are the context, nothing changes: a query sees its own block of
-the grid in full precision. Each later part uses the context's names and facts in another language
-or format, and the last part copies a passage of the context."""
+Nothing changes in the first `GRID` tokens, the context: a query sees its own block of the grid in
+full precision. Each later part uses the context's names and facts in another language or format,
+and the last part copies a passage of the context."""
 
 AT_ONCE = GRID // 2
 """The most tokens of a text that are computed together; a divisor of `GRID`."""
@@ -160,8 +160,8 @@ def all_parts() -> dict[str, str]:
 def placed(tokenizer: Any) -> tuple[list[int], dict[str, range]]:
     """Return the ids of all parts as one text, and the positions of all parts except the context.
 
-    The context is repeated until it has `GRID` tokens or more. The result has 800 to 1,050 ids, and some hundreds
-    more if a vocabulary covers few languages.
+    The context is repeated until it has `GRID` tokens. The result has 800 to 1,050 ids, and some
+    hundreds more if a vocabulary covers few languages.
     """
     (_, context), *passages = all_parts().items()
     ids, again = encode(tokenizer, context)

@@ -51,9 +51,8 @@ _LEAST_FACTOR = 0.1
 """The lowest factor: a small peak may be wrong, because other memory was freed at the same time."""
 
 _MOST_ON_GPU = 2.0
-"""The highest factor on a GPU. There, MLX queues every layer: on an H100, the peak is 6 to 16 times
-the formula's bytes. But MLX waits before it exceeds its limit: such a peak needs no shorter chunks.
-"""
+"""The highest factor on a GPU. MLX queues every layer there: on an H100, the peak is 6 to 16 times
+the formula's bytes. But MLX waits before it exceeds its limit, so chunks need not be shorter."""
 
 _MARGIN, _EASING = 1.2, 0.1
 """Peaks of similar chunks differ by several percent. If a prediction was too high, each chunk
@@ -87,8 +86,8 @@ class PrefillMemory:
     def of(cls, model: Any, spec: ModelCacheSpec, limit_bytes: int) -> PrefillMemory:
         """Return the memory of a model's chunks, from its parameters' shapes; evaluate nothing.
 
-        On the CPU, the formula gives 0.5 to 2 times the measured bytes for most architectures. For
-        layers with states, or without own matrices, it gives up to 7 times the measured bytes.
+        On the CPU, the formula gives 0.5 to 2 times the measured bytes for most architectures, and
+        up to 7 times for layers with states or without own matrices.
         """
         attending = [group for group in spec.groups if group.keys is not None]
         n_heads = max(_arguments(model, _HEADS), default=64)
@@ -128,8 +127,7 @@ class PrefillMemory:
         """Learn that a chunk after `position` cached tokens took `n_bytes`.
 
         Predictions rise at once and fall slowly. A short chunk is mostly overhead, unless the limit
-        made it short. It never lowers predictions, and raises them only if it took more than is
-        predicted for a chunk of `_LEAST_LEARNED` tokens.
+        made it short. So it is judged as `_LEAST_LEARNED` tokens, and never lowers predictions.
         """
         predicted = self._formula(n_tokens, position)
         place, before = position.bit_length(), self._factor(position)
