@@ -1,6 +1,6 @@
 """Cut caches into immutable blocks, windows and states, and join these into caches again.
 
-The canary computes the last tokens of restored caches again, and compares new and stored KV.
+The canary computes the last tokens of restored caches again, and compares their KV.
 
 A block holds up to `BLOCK_TOKENS` tokens of the full groups. Each group has six arrays with its
 slots stacked: "0.k.weights" [L, H, T, W * bits / 32] uint32, "0.k.scales" and "0.k.biases" [L, H,
@@ -117,8 +117,7 @@ def copy_newest(
 ) -> dict[str, mx.array]:
     """Return an unfinished block's tokens, up to `n_tokens`: evaluated, full-precision copies.
 
-    The result is {} if no block is unfinished, or if a cache no longer has all of the block's
-    tokens in full precision.
+    {} if no block is unfinished, or if a cache lacks some of the block's full-precision tokens.
     """
     start, slots = n_tokens - n_tokens % GRID, slots_of(caches)
     quantized = [slot for group in groups if group.precision for slot in group.slots]
@@ -304,8 +303,8 @@ class Joiner:
 class _Buffers:
     """The buffers of some groups' slots, filled from token 0 on.
 
-    `arrays` has the buffers by name, [1, H, S, ...], one for each slot. `forms` are those of all
-    slots stacked, with room after `n_tokens`. `waiting` are the pieces that were not copied yet.
+    `arrays` has by name the buffers [1, H, S, ...], one for each slot. `forms` are those of stacked
+    slots, with room after `n_tokens`. `waiting` are the pieces that were not copied yet.
     """
 
     groups: Sequence[LayerGroup]
@@ -334,8 +333,8 @@ class _Buffers:
     def join(self) -> None:
         """Make each buffer from all pieces at once, the largest buffer first.
 
-        As many slots as memory allows are joined as one stack and then separated. Joining each slot
-        alone would take longer, because starting a copy takes longer than copying.
+        As many slots as memory allows are joined as one stack, then separated: large copies are
+        faster.
         """
         pieces, self.waiting = self.waiting, []
         total = forms_bytes(self.forms)
@@ -368,12 +367,12 @@ def canary_difference(
 ) -> float:
     """Compute the last tokens of restored caches again; return how much their KV differs.
 
-    The caches hold the tokens `ids`; at the end they have the stored KV again. |new - old| / |old|
-    is computed for each token of a slot's keys, or values. Each run of `CANARY_TOKENS` tokens has a
-    median; the result is the largest median. The result is 0 if the caches cannot be trimmed: they
-    are states, or windows that have dropped tokens. If `ids` fill their last block of the grid, the
-    recomputed tokens see this block quantized, so half the difference is returned. Only tokens
-    after the last image are computed, because the image's pixels are not known here.
+    The caches hold the tokens `ids`, and finally the stored KV again. In a slot's keys, or values,
+    each run of `CANARY_TOKENS` tokens has a median of |new - old| / |old|; the result is the
+    largest median. It is 0 if the caches cannot be trimmed: states, or windows that have dropped
+    tokens. If `ids` fill their last block of the grid, the recomputed tokens see it quantized, so
+    half the difference is returned. Only tokens after the last image are computed, because `ids` do
+    not give the image's pixels.
 
     If there are `least_rows` tokens or more, one call computes them. Otherwise each has its own
     call, because MLX may compile kernels for a call of a few rows.
@@ -422,7 +421,7 @@ def canary_difference(
 
 
 def _medians(group: LayerGroup, old: Sequence[Fields], new: Sequence[Fields]) -> Iterator[mx.array]:
-    """Yield the median of |new - old| / |old| in each run of tokens: for keys, then for values.
+    """Yield the median of |new - old| / |old| in each run of tokens: of keys, then of values.
 
     Each array is [slots * runs]. If the tokens do not fill whole runs, the first ones are skipped.
     """
