@@ -66,7 +66,7 @@ class BlockStore:
         self._failures: set[str] = set()
         """Kinds of failure that prevent saving now."""
         self._is_damaged = False
-        """Whether damage to the index was found since a turn was saved."""
+        """Whether damage to the index was found since the last saved turn."""
         self.failures = Failures(logger)
         self.n_changes = 0
         """Grows when blocks are added or removed, so that a prompt may be matched again."""
@@ -130,7 +130,7 @@ class BlockStore:
         return list(blocks.values())[:limit]
 
     def ram_first(self, root: bytes, prompt: str | bytes) -> RamFirst:
-        """Return a source of blocks. One query to each tier below RAM finds where RAM suffices."""
+        """Return a source of blocks. One query to each lower tier finds where RAM is enough."""
         path: dict[bytes, bytes] = {}
         parent: bytes | None = root
         position = 0
@@ -167,7 +167,7 @@ class BlockStore:
     # Remove.
 
     def lose(self, block: Record, reason: str) -> None:
-        """Remove a bad record from all tiers, a block with its checkpoints. Any thread."""
+        """Remove a bad record, and the checkpoints of a bad block, from all tiers. Any thread."""
         self._lose_from(self.lower, block, reason)
 
     def _lose_from(self, tiers: Iterable[LowerTier], block: Record, reason: str | None) -> None:
@@ -183,7 +183,7 @@ class BlockStore:
     # Add.
 
     def put(self, blocks: Iterable[tuple[Record, Arrays]]) -> None:
-        """Put records into RAM, not pinned."""
+        """Put records into RAM without pinning them."""
         for block, arrays in blocks:
             self.pool.put(KVBlock.of(block, arrays))
         self.n_changes += 1
@@ -197,8 +197,8 @@ class BlockStore:
     ) -> None:
         """Put a commit's new records into RAM, and save the commit in the background.
 
-        Unsaved records stay in RAM. Computing the checkpoints again takes `loss_s`: if that is
-        short, they are postponed. Earlier blocks of `chain` that the disk lacks are also saved.
+        Unsaved records stay in RAM. If `loss_s`, the time to compute the checkpoints again,
+        is short, they are postponed. Earlier blocks of `chain` that the disk lacks are also saved.
         """
         entries = {block.key: KVBlock.of(block, arrays) for block, arrays in new}
         keys = [block.key for block in commit.blocks]
@@ -217,7 +217,7 @@ class BlockStore:
             self.writer.postpone(keys[-1], later_task, has_ended=commit.leaf is not None)
 
     def _lacking(self, commit: Commit, chain: Sequence[Block]) -> list[Block]:
-        """Return the blocks just before a commit that are not on disk, if a lower tier exists."""
+        """Return the blocks just before a commit that the disk lacks, if a tier is below it."""
         if len(self.below) == 1 or not commit.blocks:
             return []
         before = (block for block in reversed(chain) if block.start < commit.blocks[0].start)
@@ -233,7 +233,7 @@ class BlockStore:
         return Task(commit=commit, let_go=partial(self.pool.unpin, pinned), sizes=sizes)
 
     def is_safe(self, key: bytes) -> bool:
-        """Say whether a block or checkpoint is in a tier below RAM, or is being written to it."""
+        """Say whether a block or checkpoint is in a tier below RAM, or waits to be written."""
         entry = self.pool.get(key)
         if entry is None or entry.is_stored:  # another process may have evicted it since
             return any(key in tier for tier in self.below)
@@ -242,7 +242,7 @@ class BlockStore:
     def ends(self, chain: Sequence[Block], session: str | None) -> set[bytes]:
         """Return the keys of a chain's blocks in which other sessions end or will end.
 
-        Other sessions have another name than `session`, or are pinned.
+        A session is another if its name is not `session`, or it is pinned.
         """
         keys = [block.key for block in chain]
         stored = self.view.sessions_at(*keys)
@@ -252,7 +252,7 @@ class BlockStore:
         return set(keys).intersection(leaf_keys)
 
     def forks(self, chain: Sequence[Block]) -> set[bytes]:
-        """Return the keys of a chain's blocks that another conversation continues, too."""
+        """Return the keys of a chain's blocks at which another conversation branches off."""
         path = {block.parent: block.key for block in chain[1:]}
         forks = self._branches(path)
         for parent, child in path.items():
@@ -294,8 +294,8 @@ class BlockStore:
     def stats(self, *, all_files: bool = True) -> dict[str, Any]:
         """Return numbers and bytes of the records in each tier, and counts of events. Any thread.
 
-        "written_last_hour_bytes" counts what all processes wrote; "written_turn_bytes" is the mean
-        of this process's turns. If `all_files` is false, no folder is read.
+        "written_last_hour_bytes" counts what all processes wrote; "written_turn_bytes" is what this
+        process wrote per saved turn. If `all_files` is false, no folder is read.
         """
         all_tiers: Sequence[BlockPool | LowerTier] = [self.pool, *self.lower]
         tiers: dict[str, dict[str, Any]] = {
@@ -347,7 +347,7 @@ class BlockStore:
     # Writer thread.
 
     def _save(self, tasks: Sequence[Task]) -> None:
-        """Write the commits of tasks. The blocks of a commit that fails stay in RAM, not pinned.
+        """Write the commits of tasks. If a commit fails, its blocks stay in RAM, but unpinned.
 
         Notes share a transaction. If one note fails, the other notes are written.
         """
@@ -376,7 +376,7 @@ class BlockStore:
                 task.run()
 
     def _bring_to_disk(self, commits: Sequence[Commit]) -> None:
-        """Save the blocks that only a lower tier has, one at a time, because RAM may lack room."""
+        """Save blocks that only a tier below the disk has, one at a time: RAM may be small."""
         for commit in commits:
             for block in commit.blocks:
                 if block.key in self.pool or block.key in self.disk_tier:
@@ -407,7 +407,7 @@ class BlockStore:
             self.pool.drop_unpinned(checkpoint.key)
 
     def _failed(self, what: str, error: Exception) -> None:
-        # One kind for a full disk, which can raise several errors.
+        # A full disk can raise several errors; they count as one kind.
         kind = f"{what}: {'limit' if isinstance(error, StoreError) else 'disk'}"
         self._failures.add(kind)
         if isinstance(error, sqlite3.Error) and is_damage(error) and not self._is_damaged:

@@ -1,7 +1,6 @@
 """The SQLite file of the index: connections, tables, and checks for damage.
 
-Each thread closes its own connection: SQLite would crash in a thread whose connection is closed by
-another thread.
+Each thread closes its own connection: if another thread closed it, SQLite would crash.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ _DAMAGE = re.compile(
     "|file is (encrypted or is )?not a database|",
     re.DOTALL,
 )
-"""Messages of damage: Python 3.10 has no codes, and a wrong file format has a general code. In
-Python 3.10, a message that quotes a damaged schema is empty if the schema is not UTF-8."""
+"""Messages that mean damage. Errors have no codes in Python 3.10, and a wrong file format has a
+general code. In Python 3.10, a message that quotes a schema that is not UTF-8 is empty."""
 
 
 @dataclass
@@ -66,7 +65,7 @@ def _text(raw: bytes) -> str | bytes:
 
 
 def is_empty(path: Path) -> bool:
-    """Say whether SQLite would make a new database: the file has at most one byte, if it exists."""
+    """Say whether SQLite would make a new database: the file is missing or has at most one byte."""
     return not path.exists() or path.stat().st_size <= 1
 
 
@@ -163,7 +162,7 @@ class Database:
     def lent(self) -> Iterator[None]:
         """Lend a connection to a short-lived thread. Such threads take turns.
 
-        After `_TURN_S` a thread opens its own connection: the borrower may wait for a disk.
+        After waiting `_TURN_S`, a thread opens its own: the borrower may be waiting for a disk.
         """
         try:
             self._local.own, has_turn = self._lent.get(timeout=_TURN_S), True
@@ -200,7 +199,7 @@ class Database:
     def empty_log(self) -> bool:
         """Give free pages back to the volume, and empty the log; say whether it is empty now.
 
-        A reader may prevent that; then the file keeps removed rows.
+        If a reader prevents that, the file still contains removed rows.
         """
         db = self.connection
         # executescript() runs to the end; execute() would stop after one page.
@@ -239,7 +238,7 @@ class Rows:
     def ask_in(
         self, sql: str, keys: Iterable[Sequence[Any]], *values: Any, types: Sequence[Any] = ()
     ) -> list[Any]:
-        """Return the rows for any number of keys. In `sql`, `values` stand before `VALUES {}`."""
+        """Return the rows for any number of keys. `sql` uses `values` before `VALUES {}`."""
         answers: list[Any] = []
         left = iter(keys)
         while some := list(islice(left, _MOST_AT_ONCE)):

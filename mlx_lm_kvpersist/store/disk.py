@@ -1,4 +1,4 @@
-"""The store on disk: files and their index, within the budgets, one process at a time.
+"""The store on disk: files and an index, within budgets. One process changes it at a time.
 
 index.sqlite      the content of the files, quick to query; can be rebuilt from them
 blocks/ab/        a safetensors file for each block whose key begins with ab
@@ -7,7 +7,7 @@ sessions/         a JSON file for each session with a name or a pin
 quarantine/       files that failed a check, each with the reason
 writing/          files that are being written, before they are moved to blocks/ and checkpoints/
 kvpersist-store   says that the folder is a store
-lock              held while these files change, except those in writing/
+lock              locked while these files change, except those in writing/
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class DiskStore:
     """The folder of a store: its index, and its files within limits.
 
     Opening makes a missing folder, with mode 0700, and rebuilds a missing or damaged index.
-    `check_all` finds damage within the index, which takes time; otherwise `check_index` finds it.
-    Raises StoreError when the folder cannot be used.
+    `check_all` reads the whole index to find damage, which takes time; `check_index` can do that
+    later. Raises StoreError when the folder cannot be used.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class DiskStore:
     # Files and rows.
 
     def new_file(self, root: Root, block: Record, arrays: Arrays) -> NewFile:
-        """Return the file of a block or checkpoint, to be written."""
+        """Return the file to write for a block or checkpoint."""
         write = partial(write_block, block=block, root=root, arrays=arrays, files=self.files)
         return NewFile(block, file_bytes(metadata_of(block, root), arrays), write)
 
@@ -176,7 +176,7 @@ class DiskStore:
     def gap(self, leaf: bytes, root: Root) -> bytes | None:
         """Return the last missing block before a leaf, as `Index.gap` does.
 
-        A gap appears if a block that has children goes to quarantine. A complete chain is walked
+        A gap appears if a block that has children goes to quarantine. A complete chain is checked
         again only after that, or after another thread or process changed the index.
         """
         if (version := self.index.version()) != self._version:
@@ -199,13 +199,13 @@ class DiskStore:
         """Remove a checkpoint, or a block with its checkpoints and the sessions that end in it.
 
         Return the sizes of the removed files, by key. If a file cannot be removed, the rows stay,
-        so that the file still counts.
+        so that the file's bytes are still counted.
         """
         with self.lock.held():
             with self.index.database.transaction():
                 sizes, ended = self.index.forget(key)
                 if self.index.children(key, limit=1):
-                    self._whole.clear()  # it may have chains through the block
+                    self._whole.clear()  # a chain may contain the block
                 keys = {key, *sizes}
                 self.forgotten(keys)
                 for removed_key in keys:
@@ -302,9 +302,9 @@ class DiskStore:
     ) -> bool:
         """Evict until `n_bytes` of new records of `root` fit; return False if they cannot fit.
 
-        Quarantined files and old replies go first, then the least recently used leaves and
-        checkpoints. While the largest model is above its share, its own records go. Pinned sessions
-        and the keys in `keep` stay.
+        Quarantined files and old replies are removed first, then the least recently used leaves and
+        checkpoints. While the model with the most bytes exceeds its share, its records go
+        first. Pinned sessions and the keys in `keep` stay.
         """
         n_bytes += self.reserve_bytes if n_bytes else 0
         if n_bytes > self.limits.max_disk_bytes:
@@ -312,7 +312,7 @@ class DiskStore:
         with self.lock.held():
             too_much = self._excess(n_bytes)
             if too_much > 0:
-                sweep_staged(self.files)  # announced by processes that have ended
+                sweep_staged(self.files)  # drops what ended processes announced
                 too_much = self._excess(n_bytes)
             if too_much > 0:
                 self.index.state.trim_replies(self.limits.max_disk_bytes // _REPLIES_SHARE)
@@ -368,7 +368,7 @@ class DiskStore:
     def _first(
         self, model: str, keep: Collection[bytes], pinned: Collection[bytes]
     ) -> tuple[float, bool, int, bytes, bytes] | None:
-        """Return a model's next record to evict. The parent of an evicted leaf may be the next."""
+        """Return a model's next record to evict. After a leaf, its parent may be next."""
         for victim in self.index.unused(model):
             _, is_checkpoint, _, key, block = victim
             if key not in keep and not (is_checkpoint and block in pinned):
@@ -453,7 +453,7 @@ class DiskStore:
             return changed
 
 
-# Rebuild an index from the metadata of the files. New rows take effect together: an interrupted
+# Rebuild an index from the metadata of the files. All new rows appear at once: an interrupted
 # rebuild leaves the old index or none. With an incomplete index, a sweep would remove good files.
 
 
@@ -464,9 +464,8 @@ def rebuild_index(files: OwnFiles, progress: Progress = lambda done, total: None
     SQLite forbids moving a file in use. Otherwise the index goes to quarantine, and some small
     state is lost with it. The caller holds the store's lock.
 
-    Damaged files are left out. Raises OSError when a file cannot be read now, because files without
-    rows are later removed, and StoreFormatError when index or blocks were written by another
-    version.
+    Damaged files are left out. Raises OSError if a file cannot be read now: without its row, a
+    sweep would remove it. Raises StoreFormatError if another version wrote the index or blocks.
     """
     path = files.folder / "index.sqlite"
     if not is_empty(path):
@@ -500,8 +499,8 @@ def rebuild_index(files: OwnFiles, progress: Progress = lambda done, total: None
 def _refill(index: Index, progress: Progress) -> int:
     """Replace the rows of an index by the files' metadata; return the number of blocks.
 
-    Other processes read the old rows until the transaction ends. Data that files lack are kept if
-    they can be read: sessions without name and pin, times of use, and all small state.
+    Other processes read the old rows until the transaction ends. Data that are in no file are kept
+    if they can be read: sessions without name and pin, times of use, and all small state.
     """
     with index.database.transaction() as db:
         used: dict[bytes, float] = {}
@@ -529,7 +528,7 @@ def _refill(index: Index, progress: Progress) -> int:
 def fill(index: Index, progress: Progress, used: Mapping[bytes, float] | None = None) -> None:
     """Add the records of all files to an empty index, in one transaction.
 
-    A record was last used at its time in `used`, or when its file was written, if that is later.
+    The time of use of a record is its time in `used` or its file's time, whichever is later.
     """
     files, used = index.files, used or {}
     paths = [path for name in (*FOLDERS, "sessions") for path in sorted(files.paths(name))]

@@ -1,4 +1,4 @@
-"""The disk as a tier below RAM. Serving threads read a view of the index that the writer changes.
+"""The disk as a tier below RAM. The writer changes the index; serving threads read a view of it.
 
 A commit's files are written first; then one transaction changes the index. The lock is not held
 while files are written, so the commit is planned again afterwards.
@@ -36,7 +36,7 @@ class _Job:
     make: Callable[[], Commit]
     result: Saved | Exception | None = None
     commit: Commit = field(init=False)
-    """The commit of the last plan; `files` were missing on disk."""
+    """The commit as planned last; the disk then lacked `files`."""
     files: list[NewFile] = field(default_factory=list)
     reserved_bytes: int = 0
     sizes: dict[Path, int] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class _Job:
 class Saving:
     """Saves commits that share one transaction. Each commit is saved completely or not at all.
 
-    `file_of` returns the file of a record in RAM, and `block_of` a block in RAM: earlier blocks
+    `file_of` returns the file of a record in RAM, and `block_of` a block in RAM. Earlier blocks
     that are no longer on disk are written again. Keys in `keep` are not evicted. Files of `damaged`
     records are replaced. `before_file` is called before each file and may take long.
     """
@@ -71,11 +71,11 @@ class Saving:
     def save(self, commits: Sequence[Callable[[], Commit]]) -> list[Saved | Exception | None]:
         """Write the missing files of commits, and commit them; return the results.
 
-        `commits` are functions that return a commit, called under the lock before each plan.
+        Each function in `commits` returns a commit; it is called under the lock before each plan.
         Checkpoints that no longer exist, or whose block is not on disk, are left out; the commit
-        then supersedes nothing. A result is None, with a line in the log, if a needed block was
-        only on disk and was removed. It is a StoreError if the commit is too big, and another
-        exception if the disk refuses.
+        then supersedes nothing. A result is None, and is logged, if a needed block was
+        removed from disk and is not in RAM. It is a StoreError if the commit is too big, and
+        another exception if the disk refuses.
         """
         jobs = left = [_Job(make) for make in commits]
         with self._continuing(_REMOVE), closing(self._staging) as staging:
@@ -88,9 +88,9 @@ class Saving:
                         left = [job for job in left if job.result is None]
                         if not left:
                             with self._continuing(_REMOVE):
-                                staging.close()  # under the lock: files in place would count twice
+                                staging.close()  # under the lock: moved files still count twice
                 except Exception as error:
-                    # If no job has failed, the lock or the whole transaction has.
+                    # If no job has failed, the lock or the transaction has.
                     for job in left if all(job.result is None for job in left) else ():
                         job.result = error
                 else:
@@ -103,10 +103,10 @@ class Saving:
         return [file for file in job.files if file.block.key not in self._staging.sizes]
 
     def _commit_written(self, jobs: Sequence[_Job]) -> list[_Job]:
-        """Plan commits, and commit up to the first that lacks files; return the remaining jobs.
+        """Plan all jobs, and commit those before the first that lacks files; return the others.
 
-        The transaction begins with the first commit that lacks no file. If a plan, a commit or the
-        whole transaction fails, nothing is changed, and the exception is raised.
+        The transaction begins when a commit has all of its files. If a plan, a commit or the whole
+        transaction fails, nothing is changed, and the exception is raised.
         """
         left, begun = list[_Job](), list[_Job]()
         try:
@@ -149,7 +149,7 @@ class Saving:
     def _continuing(what: str) -> Iterator[None]:
         """Log a failure that must neither change a commit's result nor stop other commits.
 
-        It may leave files behind until a sweep.
+        After such a failure, files may stay until a sweep.
         """
         try:
             yield
@@ -204,7 +204,7 @@ class Saving:
         return False
 
     def _make_room(self, jobs: Sequence[_Job]) -> None:
-        """Make room for the files that commits lack; a failure is the job's result."""
+        """Make room for the files that commits lack; a failure becomes its job's result."""
         disk = self._disk
         keep = set(self._keep).union(*(job.commit.keys() for job in jobs))
         counted: set[bytes] = set()
@@ -293,7 +293,7 @@ class Saving:
 
 
 def _row_bytes(block: Record) -> int:
-    """Return the most bytes that a row, with two sorted entries, adds to the index and the log."""
+    """Return the most bytes that a row, with two SQL index entries, adds to file and log."""
     n_ids = n_text = 0
     if isinstance(block, Block):
         n_ids, n_text = len(block.packed_ids), len(block.text.encode())
@@ -301,12 +301,12 @@ def _row_bytes(block: Record) -> int:
 
 
 def _entries_bytes(*sizes: int) -> int:
-    """Return how much entries of these sizes may add to the index and its log, in bytes."""
+    """Return how many bytes entries of these sizes may add to the index and its log."""
     return 2 * sum(64 + n + (_PAGE_BYTES if n > _PAGE_BYTES // 5 else 0) for n in sizes)
 
 
 class DiskTier:
-    """A store's folder as a tier below RAM. `failed` gets a failed action and its error."""
+    """A store's folder as a tier below RAM. `failed` gets an action and its error."""
 
     name = DISK
 
@@ -348,7 +348,7 @@ class DiskTier:
         self, commits: Sequence[Commit], entry_of: Callable[[bytes], KVBlock | None]
     ) -> list[Saved | Exception | None]:
         lost = self._lost.copy()
-        # A commit of checkpoints alone keeps nothing: without its blocks it is not written.
+        # Not for checkpoints alone: if their blocks are evicted, such a commit is not written.
         waiting = (commit for commit in self._writer.commits() if commit.blocks)
         keep = {key for commit in waiting for key in commit.keys()}
 

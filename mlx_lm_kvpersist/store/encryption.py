@@ -72,7 +72,7 @@ class Cipher(Plain):
     def decrypt(self, encrypted: bytes | bytearray | memoryview, name: bytes) -> bytes:
         """Return the content that was encrypted under this name.
 
-        Raises DecryptionFailed if it was altered or cut off, or name, key or version differ.
+        Raises DecryptionFailed if it was altered or cut off, or if name, key or version differ.
         """
         content = memoryview(encrypted)
         start = len(MAGIC) + _NONCE_BYTES
@@ -112,7 +112,7 @@ def sqlcipher() -> Any:
             "an encrypted store needs the package sqlcipher3: "
             "pip install 'mlx-lm-kvpersist[encrypt]'"
         ) from error
-    # Code that catches an error of sqlite3 catches the same error of SQLCipher.
+    # Code that catches errors of sqlite3 must catch the same errors of SQLCipher.
     for name, kind in vars(dbapi2).items():
         if isinstance(kind, type) and issubclass(kind, dbapi2.Error) and kind is not dbapi2.Error:
             if not issubclass(kind, same := getattr(sqlite3, name)):

@@ -4,7 +4,7 @@ A file holds KV arrays (possibly none) and all metadata from which the index can
 checksum covers names, shapes, dtypes and bytes of all arrays and the metadata; it is verified on
 every read.
 
-The sizes in a file's header are compared with the file, and limited. Source of the format:
+The sizes in a file's header are limited, and must match the file's size. Source of the format:
 https://github.com/huggingface/safetensors (8 bytes of length, JSON, arrays).
 """
 
@@ -62,7 +62,7 @@ def write_block(path: Path, block: Record, root: Root, arrays: Arrays, files: Ow
         written = {name: mx.take(x, mx.arange(len(x)), axis=0) for name, x in written.items()}
         mx.eval(written)
     metadata["checksum"] = checksum({**written, **empty}, metadata)
-    # MLX would open the file again and empty it; closing it would then wait until ext4 wrote it.
+    # MLX would open the file again and empty it. On ext4, closing it then waits for the disk.
     header: dict[str, object] = {"__metadata__": metadata}
     end = 0
     for name, array in written.items():
@@ -78,7 +78,7 @@ def write_block(path: Path, block: Record, root: Root, arrays: Arrays, files: Ow
 
 
 def _plain(array: mx.array) -> Any:
-    """Return an array of the same bytes, without gaps. A memoryview does not keep it alive."""
+    """Return an array of the same bytes, without gaps. Keep it as long as its memoryview."""
     # numpy and the buffer protocol do not know bfloat16; only the bytes matter here.
     plain: Any = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
     return plain if memoryview(plain).c_contiguous else mx.contiguous(plain)
@@ -102,7 +102,7 @@ def metadata_of(block: Record, root: Root) -> dict[str, str]:
 
 
 def file_bytes(metadata: Mapping[str, str], arrays: Arrays) -> int:
-    """Return the most bytes that a file can take; its header names the arrays."""
+    """Return the most bytes that a file of this content can take."""
     n_bytes = sum(len(json.dumps(value)) for value in metadata.values())
     return n_bytes + sum(a.nbytes + 2 * len(name) + 192 for name, a in arrays.items()) + 1024
 

@@ -1,10 +1,10 @@
 """The plugin's own files in a folder: the only module that opens, moves or removes them.
 
 A file in a store's folder or in a shared folder is the plugin's own if its name has exactly a form
-that the plugin gives, if it is a regular file, and if no link leads to it from the folder. No other
-file is moved, removed or counted. The folder itself may be reached through a link.
+that the plugin gives, if it is a regular file, and if its path below the folder has no link. No
+other file is moved, removed or counted. The folder itself may be reached through a link.
 
-Files on their way into a store are written without the lock, and moved under it:
+New files are written without the lock, and moved into the store under it:
 
     lock                                locked (flock) by the process that changes the store;
                                         names that process and the time
@@ -12,8 +12,8 @@ Files on their way into a store are written without the lock, and moved under it
                                         process may write
     writing/1a2b3c4d-KEY.safetensors    a block or checkpoint that this process writes
 
-Announced bytes count as used, so that no other process takes this space. A lock ends with its
-process in every case; then the next sweep removes the files.
+Bytes that a process has announced so count as used: no other process takes this space. If a process
+ends in any way, its lock ends, too; the next sweep then removes its files.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _FORMS = re.compile(
 )
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY
 _LINKS = (errno.ENOTDIR, errno.ELOOP, errno.EMLINK)
-"""The error numbers of opening a link, or another file, as a folder."""
+"""The error numbers if a link or a file is opened as a folder."""
 _IRREGULAR = (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.ENOTSUP, errno.EOPNOTSUPP)
 """The error numbers of opening a link or a socket, the last two on macOS."""
 RANK_FOLDER = re.compile(r"rank-(\d+)-of-(\d+)")
@@ -68,8 +68,8 @@ _NOT_COUNTED = re.compile(
     rf"{MARKER}\.[0-9a-f]{{8}}\.tmp|{RANK_FOLDER.pattern}|lock|writing|lost\+found"
     r"|\.(?:DS_Store|localized|Trashes|fseventsd|Spotlight-V100|TemporaryItems)"
 )
-"""A folder with only these counts as empty: ranks' stores, and files that an interrupted start, a
-server whose folder was removed, or an operating system makes."""
+"""A folder with only these names counts as empty. They belong to ranks' stores, to an interrupted
+start, to a server whose folder was removed, or to an operating system."""
 _WAIT_S = 2.0
 _LOOK_AGAIN_S = 0.005
 _STAGED = "writing"
@@ -104,10 +104,10 @@ class Plain:
         return bytes.fromhex(file_name)
 
     def connect(self, path: Path, driver: Any = sqlite3) -> sqlite3.Connection:
-        """Connect to a database that exists. The first query finds damage and locks."""
+        """Connect to a database that exists. The first query fails if it is damaged or locked."""
         # If the file was removed, a reader must not make it again.
         uri = f"{path.absolute().as_uri()}?mode=rw"
-        # Threads are not checked: another thread may close a connection that nothing refers to.
+        # Threads are not checked: if nothing refers to a connection, any thread may close it.
         db: sqlite3.Connection = driver.connect(
             uri, uri=True, timeout=OPEN_S, check_same_thread=False
         )
@@ -208,7 +208,7 @@ class OwnFiles:
         return self.encryption.key_of(match[0]) if match else path.stem.encode()
 
     def paths(self, kind: str) -> Iterator[Path]:
-        """Yield the own files in a folder of the store. Raises OSError if it cannot be read."""
+        """Yield the plugin's own files in a folder. Raises OSError if it cannot be read."""
         path = f"{self.folder}/{kind}"
         if os.path.islink(path):
             return
@@ -256,7 +256,7 @@ class OwnFiles:
             return sum(map(file.write, parts))
 
     def replace(self, path: Path, content: bytes) -> int:
-        """Write a file, in place of an own file at its path; return its size in bytes."""
+        """Write a file, which may replace an own file; return its size in bytes."""
         make_private(path.parent)
         self.check_place(path)
         with whole_file(path) as file:
@@ -289,7 +289,7 @@ class OwnFiles:
     def _own(self, path: Path) -> Iterator[int]:
         """Open the folder of an own file; yield the folder's descriptor. The file may be missing.
 
-        Each folder on the way is opened in the folder before it, so a link that appears afterwards
+        Each folder on the way is opened relative to its parent, so a link that appears afterwards
         is not followed. Raises StoreError if the file is not own, and FileNotFoundError if a folder
         is missing.
         """
@@ -319,7 +319,7 @@ class OwnFiles:
 
 
 def has_own_name(name: str) -> bool:
-    """Say whether a name below a folder, or of a bucket's object, has a form that we give."""
+    """Say whether a path below a folder, or an object's name, has a form that we give."""
     return _FORMS.fullmatch(name) is not None
 
 
@@ -350,7 +350,7 @@ def open_regular(path: Path, *, follow: bool = False) -> BufferedReader:
 
 
 class Volume:
-    """The volume of a folder. If it is not mounted, the folder would be made on another volume."""
+    """A folder's volume. While it is not mounted, the folder would be made on another volume."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, path = folder, folder.resolve()
@@ -383,11 +383,11 @@ def _created(path: Path) -> BinaryIO:
 
 
 def flush_to_device(descriptor: int) -> None:
-    """Return when a file's content would survive a power failure, as far as its volume reports.
+    """Wait until the volume reports that a file's content would survive a power failure.
 
     Key files, exports and a store's marker are flushed; a store's other files are not. On macOS
     `fsync` leaves the content in the cache of the drive; F_FULLFSYNC writes it to the drive, but
-    volumes of other systems refuse that.
+    some volumes refuse that.
     """
     full_fsync = getattr(fcntl, "F_FULLFSYNC", None)
     if full_fsync is not None:
@@ -540,7 +540,7 @@ class Staging:
     def announce(self, n_bytes: int) -> None:
         """Count `n_bytes` more as used. The caller holds the store's lock and has made room."""
         total = self._n_bytes + n_bytes
-        self._n_bytes = min(total, self._n_bytes)  # if writing fails, a decrease is written later
+        self._n_bytes = min(total, self._n_bytes)  # if this write fails, the next writes a decrease
         if self._lock is None:
             if not total:
                 return

@@ -119,14 +119,14 @@ class Index(Rows):
         return [node for node in nodes if node.key not in hidden]
 
     def newest(self, root: Root, limit: int) -> list[Block]:
-        """Return at most `limit` blocks of a tree, from the `8 * limit` newest of all trees."""
+        """Return at most `limit` blocks of a tree, from the `8 * limit` last used of all."""
         newest = "SELECT rowid AS row, root AS its FROM blocks ORDER BY used DESC LIMIT ?"
         rows = f"SELECT row FROM ({newest}) WHERE its = ? LIMIT ?"
         where = f"rowid IN ({rows}) ORDER BY +used DESC, rowid DESC"
         return self._nodes(where, 8 * limit, root.key, limit)
 
     def branches(self, path: Mapping[bytes, bytes]) -> set[bytes]:
-        """Return the parents that have another child than the child that `path` names."""
+        """Return the parents that have a child besides the child that `path` gives."""
         rows = self.ask_in(
             "WITH step(parent, child) AS (VALUES {}) "
             "SELECT parent FROM step WHERE EXISTS (SELECT 1 FROM blocks "
@@ -188,8 +188,8 @@ class Index(Rows):
     def outline(self, leaves: Iterable[bytes]) -> list[tuple[bytes, bytes, int, int, int]]:
         """Return all blocks between the roots and these leaves, parents before children.
 
-        A row has the block's key, its parent's key, the size of its file and its checkpoints'
-        files in bytes, and the numbers of its children and of its checkpoints.
+        A row has the block's key, its parent's key, the size in bytes of its file and its
+        checkpoints' files, and the numbers of its children and of its checkpoints.
         """
         rows = self.ask_in(
             "WITH RECURSIVE leaves(key) AS (VALUES {}), up(key) AS (SELECT key FROM leaves "
@@ -205,9 +205,9 @@ class Index(Rows):
     def sizes(self) -> list[tuple[bytes, bytes, bytes, int, int, int, float]]:
         """Return a row for each block.
 
-        A row has the block's key, its parent's, its root's, its first position, its number of
-        tokens (8 too many for an image, but 256 at most), the size of its file and its checkpoints'
-        files in bytes, and the time of its use in seconds since the epoch.
+        A row has the keys of the block, its parent and its root; its first position; its number of
+        tokens (8 too many per image, but at most 256); the size in bytes of its file and
+        its checkpoints' files; and its time of use in seconds since the epoch.
         """
         return self.ask(
             "SELECT key, parent, root, start, min(length(ids) / 4, 256), n_bytes + "
@@ -223,10 +223,10 @@ class Index(Rows):
     def unused(self, model: str) -> Iterator[tuple[float, bool, int, bytes, bytes]]:
         """Yield the leaf blocks and the checkpoints of a model, the least recently used first.
 
-        A record comes with the time of its use, whether it is a checkpoint, a number that is
-        smaller for a deeper block, its key, and its block's key. If several were used at the same
-        time, the deepest leaf is first, and leaves come before checkpoints. The leaves of pinned
-        sessions are left out. `model` is a fingerprint.
+        A row has the time of use, whether the record is a checkpoint, the negative start of a block
+        (otherwise 0), the record's key, and its block's key. Of records with the same time,
+        the deepest leaf is first, and checkpoints are last. The leaves of pinned sessions are left
+        out. `model` is a fingerprint.
         """
         leaves = (
             "SELECT CAST(used AS REAL), 0, CAST(-start AS INTEGER), key, key FROM blocks AS b "
@@ -247,7 +247,7 @@ class Index(Rows):
             yield from heapq.merge(first, second)
 
     def unreachable(self) -> list[bytes]:
-        """Return the keys of blocks without their chain, and of checkpoints without their block."""
+        """Return the keys of blocks with a missing ancestor, and of checkpoints without a block."""
         rows = self.ask(
             "WITH RECURSIVE lost(key) AS ("
             "SELECT key FROM blocks AS b WHERE parent != root AND NOT EXISTS "
@@ -296,14 +296,14 @@ class Index(Rows):
         )
 
     def sessions_named(self, *names: str) -> list[Session]:
-        """Return the sessions with these names; of each name the most recently used first."""
+        """Return the sessions with these names, the most recently used of each name first."""
         query = f"{_SESSIONS} name IN (VALUES {{}}) ORDER BY used DESC"
         return read_sessions(self.ask_in(query, zip(names)))
 
     def session_of(self, commit: Commit) -> Session | None:
-        """Return the last session of the commit's name that ends in the commit's chain.
+        """Return the longest session of the commit's name that ends in the commit's chain.
 
-        Often only the turn's own blocks are searched, otherwise also the blocks before them.
+        The blocks before the turn's are searched only if no session ends in the turn's blocks.
         """
         root, leaf = commit.root.key, commit.leaf
         assert leaf is not None
@@ -335,7 +335,7 @@ class Index(Rows):
     # Roots and totals.
 
     def roots(self, limit: int = -1, tenant: Root | None = None) -> list[tuple[Root, Totals]]:
-        """Return the largest roots with totals, of all tenants or of the tenant of a root."""
+        """Return the largest roots with totals, of all tenants or of one root's tenant."""
         tenant_json = tenant.tenant_json if tenant is not None else ""
         rows = self.ask(
             "SELECT key, about, n_blocks, block_bytes, n_checkpoints, checkpoint_bytes FROM totals "
@@ -416,12 +416,12 @@ class Index(Rows):
         session: Session | None = None,
         sidecar_bytes: int = 0,
     ) -> list[bytes]:
-        """Add blocks and checkpoints whose files are in place, and move the session: all or none.
+        """Add records whose files are in place, and move the session, completely or not at all.
 
         `new` has the new records, each with the size of its file in bytes. `session` ends in the
-        commit's leaf and is used now; its file has `sidecar_bytes`. No other session may end in a
-        replaced block. Wrong rows are corrected. Return the keys of removed checkpoints: superseded
-        checkpoints, and checkpoints of replaced blocks.
+        commit's leaf; its time of use is the commit's; its file has `sidecar_bytes`. No other
+        session may end in a replaced block. Rows that contradict the commit are corrected. Return
+        the keys of removed checkpoints: superseded checkpoints, and checkpoints of replaced blocks.
         """
         root, leaf = commit.root, commit.leaf
         with self.database.transaction() as db:
@@ -450,7 +450,7 @@ class Index(Rows):
         """Add or change a session. Raises sqlite3.IntegrityError if another session has its id."""
         with self.database.transaction() as db:
             # Not INSERT OR REPLACE: the triggers would not count the replaced row as removed.
-            # Rows of other sessions stay: they have another time or name.
+            # Another session of this id stays: its root, name or time differs.
             db.execute(
                 "DELETE FROM sessions WHERE id = ? AND root = ? AND name IS ? AND created = ?",
                 (session.id, session.root, session.name, session.created),
@@ -476,7 +476,7 @@ class Index(Rows):
         """Remove a checkpoint, or a block with its checkpoints and the sessions that end in it.
 
         Return the sizes of the removed records' files, by key, and the ids of removed sessions. The
-        block's parent takes the block's time of use if that is later.
+        block's parent gets the block's time of use if that is later.
         """
         with self.database.transaction() as db:
             db.execute(
@@ -515,7 +515,7 @@ class Index(Rows):
         return removed
 
     def now(self) -> float:
-        """Return a time (since the epoch) after every recorded use: clocks may be set back."""
+        """Return a time (since the epoch) after each recorded use, even if a clock was set back."""
         newest = "SELECT used FROM {} WHERE used < ? ORDER BY used DESC LIMIT 1"
         tables = "blocks", "checkpoints"
         used = [row[0] for table in tables for row in self.ask(newest.format(table), _END)]

@@ -24,7 +24,7 @@ from .folder import OBJECTS, OwnFiles, Volume, has_own_name
 from .writer import Result, Threads
 
 ANSWER_S, CONNECT_S = 9, 2
-"""Seconds that an operation, and a connection, may take. No operation is retried."""
+"""Time limits of an operation and of connecting, in seconds. No operation is retried."""
 _N_THREADS = 8
 """For six threads that fetch, the thread that puts, and a spare."""
 _AT_ONCE = 100
@@ -44,7 +44,7 @@ class ListedObject(NamedTuple):
 def surplus(
     objects: Iterable[ListedObject], older_s: float | None, max_bytes: int | None
 ) -> list[ListedObject]:
-    """Return objects put over `older_s` seconds ago, and the oldest objects beyond `max_bytes`."""
+    """Return objects put over `older_s` seconds ago, and the oldest until `max_bytes` remain."""
     before_s = time.time() - older_s if older_s is not None else 0.0
     in_order = sorted(objects, key=lambda item: item.put_s)
     left = sum(item.n_bytes for item in in_order)
@@ -157,7 +157,7 @@ class Objects:
     def put(self, name: str, content: bytes) -> None:
         """Put an object, in one piece. It replaces an object of that name."""
         with self._failures(name):
-            # A conditional put would save the caller's request whether the object exists, but in a
+            # With a conditional put, the caller need not ask whether the object exists. But in a
             # folder it needs hard links, which SMB shares lack.
             self._obstore.put(self._opened(), name, content)
 
@@ -180,7 +180,7 @@ class Objects:
                         yield ListedObject(meta["path"], meta["size"], put_s)
 
     def delete(self, names: Sequence[str]) -> None:
-        """Remove at most 1,000 objects (S3's limit); if one is missing, more may remain."""
+        """Remove at most 1,000 objects (S3's limit). If one is missing, others may remain."""
         if self._folder is not None:
             for name in names:
                 OwnFiles(self._folder).remove(self._folder / name)
@@ -190,7 +190,7 @@ class Objects:
 
 
 class TimedObjects:
-    """`Objects` with time limits: nothing else ends an operation that hangs.
+    """`Objects` with a time limit, because an operation may hang.
 
     Raises the errors of `Objects`, and NoAnswer if an operation takes longer than `ANSWER_S`. Then
     all operations raise NoAnswer at once, until that operation ends or `try_again` is called. The

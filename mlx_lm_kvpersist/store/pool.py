@@ -1,7 +1,7 @@
 """The first tier: blocks in RAM under a byte budget, and the threads that read blocks into it.
 
 The least recently used leaf is evicted first. Any thread may call the pool. Arrays are shared and
-never changed. Every change of the pool takes O(log n).
+never changed. Adding or removing takes O(log n) comparisons.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class BlockPool:
         self.max_bytes = max_bytes
         self._entries: dict[bytes, KVBlock] = {}
         self._children: dict[bytes, dict[str, list[Block]]] = {}
-        """Blocks by parent, sorted by text and key, and again by packed ids and key."""
+        """Blocks by parent: a list sorted by text and key, and one by packed ids and key."""
         self._checkpoints: dict[bytes, dict[bytes, Checkpoint]] = {}
         self._places = SortedList()
-        """Places of the entries that may be evicted, in order of eviction. A use makes a place
-        wrong, and `_evict` corrects it."""
+        """Places of the entries that may be evicted, in order of eviction. After a use, a place is
+        wrong until `_evict` corrects it."""
         self._n_uses = 0
         self._gone: dict[bytes, None] = {}
         self.lock = RLock()
@@ -102,7 +102,7 @@ class BlockPool:
             return [c for key in blocks for c in self._checkpoints.get(key, {}).values()]
 
     def put(self, entry: KVBlock) -> KVBlock:
-        """Add an entry, or add its pins to the pool's entry of its key; return the pool's entry.
+        """Add an entry, or its pins to the entry that has its key; return the pool's entry.
 
         An entry that is larger than the pool is not added unless it must stay.
         """
@@ -134,7 +134,7 @@ class BlockPool:
             return entry
 
     def admit(self, entry: KVBlock) -> KVBlock | None:
-        """Add an entry, pin it for a prefetch, and return it as `put` does; None without room."""
+        """Add an entry, pinned for a prefetch; return the pool's entry, or None without room."""
         with self.lock:
             key = entry.block.key
             entry.prefetched += 1
@@ -147,7 +147,7 @@ class BlockPool:
             return present
 
     def unwritten(self, key: bytes) -> list[Block]:
-        """Return the blocks that are only in RAM, up to the block with this key, in order."""
+        """Return the last blocks of the chain up to this key that are only in RAM, in order."""
         blocks: list[Block] = []
         with self.lock:
             while (entry := self._entries.get(key)) is not None and not entry.is_stored:
@@ -175,7 +175,7 @@ class BlockPool:
             self._evict()
 
     def touch(self, keys: Iterable[bytes], *, proven: bool = False) -> None:
-        """Mark a chain's blocks as used, the first as the latest; `proven`: a restore used them."""
+        """Mark a chain's blocks as used, the last block first. `proven`: a restore used them."""
         with self.lock:
             entries = [self._entries[key] for key in keys if key in self._entries]
             for entry in reversed(entries):
@@ -184,7 +184,7 @@ class BlockPool:
                     entry.tier, entry.read_s = RAM, 0.0
 
     def set_stored(self, keys: Iterable[bytes], is_stored: bool = True) -> None:
-        """Record whether a tier below has entries; if not, they stay for waiting commits."""
+        """Record whether a tier below has records. If not, those of waiting commits stay."""
         with self.lock:
             entries = [self._entries[key] for key in keys if key in self._entries]
             for entry in entries:
@@ -212,14 +212,14 @@ class BlockPool:
                 self.remove(key)
 
     def drop_beginnings(self, block: Block) -> None:
-        """Remove the spare shorter blocks that begin as a block does: a prompt ended in them."""
+        """Remove spare blocks that are the beginning of a block: a prompt ended in each."""
         with self.lock:
             for beginning in beginnings(block, self):
                 if self.is_spare(beginning.key):
                     self.remove(beginning.key)
 
     def drop_chain(self, chain: Iterable[bytes]) -> int:
-        """Remove a chain's last blocks that are on disk and not in use; return the freed bytes."""
+        """Remove a chain's blocks, the last first, until one must stay; return the freed bytes."""
         with self.lock:
             before = self.n_bytes
             for key in reversed(list(chain)):
@@ -363,7 +363,7 @@ class Prefetch:
         self._released(self)
 
     def add(self, entries: Iterable[KVBlock]) -> None:
-        """Take pinned entries, to unpin them at `release`."""
+        """Add pinned entries; `release` will unpin them."""
         with self._pool.lock:
             if self._is_released:
                 self._pool.unpin(entries, prefetch=True)
@@ -374,7 +374,7 @@ class Prefetch:
 class Reader:
     """Reads from tiers, in their order, into a pool. Any thread.
 
-    `lose_from` gets tiers that lack a record or have a bad record, the record, and the reason.
+    `lose_from` gets tiers, a record, and why it is bad (None: it is missing there).
     """
 
     def __init__(
@@ -410,7 +410,7 @@ class Reader:
             coming.extend(map(self._workers.submit, islice(tasks, 1)))
 
     def prefetch(self, wanted: Sequence[tuple[Record, int]], root: Root) -> Prefetch:
-        """Read records, given with sizes, that the pool lacks, up to half of its budget."""
+        """Start to read the records (with sizes) that the pool lacks, up to half of its budget."""
         prefetch = Prefetch(self.pool, self._prefetches.discard)
         self._prefetches.add(prefetch)
         present = {e.block.key: e for e in self.pool.pin((b.key for b, _ in wanted), prefetch=True)}
@@ -460,7 +460,7 @@ class Reader:
             prefetch.add(come)
 
     def read(self, block: Record, root: Root) -> KVBlock | None:
-        """Read a record from the first tier that can be read now."""
+        """Read a record from the first tier that can return it now."""
         for tier in self._tiers:
             started = time.perf_counter()
             try:

@@ -26,12 +26,13 @@ SESSION_COLUMNS = "id, root, name, leaf, n_tokens, pinned, created, used"
 
 @dataclass(frozen=True)
 class StoreLimits:
-    """The limits of a store. Postponed checkpoints can be computed again within `max_loss_s`."""
+    """The limits of a store."""
 
     max_ram_bytes: int
     max_disk_bytes: int
     min_free_bytes: int = 0
     max_loss_s: float = 0.0
+    """Checkpoints that can be computed within this time are postponed."""
     model_share: float = 0.75
     """The part of the disk that one model may fill while another model has blocks on it."""
 
@@ -76,9 +77,9 @@ class KVBlock:
 class Leaf:
     """The end of one conversation: `n_tokens` tokens, the last of them in block `key`.
 
-    `name` is the client's name for it, if any. `replaced` has the keys of blocks whose tokens are
-    now in longer blocks, each with the longer block's key. These shorter blocks are removed unless
-    another session ends in them. `note` is for people. The prompt was rendered from `messages`.
+    `name` is the client's name for it, if any. `replaced` has pairs of keys: of a block whose
+    tokens are now in a longer block, and of the longer block. The former is removed unless another
+    session ends in it. `note` is for people. The prompt was rendered from `messages`.
     """
 
     name: str | None
@@ -93,9 +94,9 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Commit:
-    """A change of the store, made completely or not at all: a turn, a prompt's chunk, replies.
+    """A change of the store, made completely or not at all: a turn, part of a prompt, or replies.
 
-    `blocks` are the new blocks, in order. Until it is on disk, a record waits in the pool, pinned.
+    `blocks` are the new blocks, in order. A record stays pinned in the pool until it is on disk.
     A leaf is the end of the last block; without a leaf, the turn has not ended. `checkpoints`
     belong to these blocks, or to blocks on disk. `superseded` checkpoints are removed afterwards.
     `replies` has, by digest, the packed ids of replies that do not decode to the text that the
@@ -116,7 +117,7 @@ class Commit:
 
     @property
     def parent(self) -> bytes:
-        """The key that the first block continues; without blocks, the root's key."""
+        """The key of the first block's parent; without blocks, the root's key."""
         return self.blocks[0].parent if self.blocks else self.root.key
 
     def keys(self) -> set[bytes]:
@@ -135,7 +136,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class NewFile:
-    """A record. `write` makes its file at a path, and returns the size, at most `n_bytes`."""
+    """A record to write. `write` makes its file at a path and returns the size, up to `n_bytes`."""
 
     block: Record
     n_bytes: int
@@ -201,7 +202,7 @@ class LowerTier(Protocol):
     def store(
         self, commits: Sequence[Commit], entry_of: Callable[[bytes], KVBlock | None]
     ) -> Sequence[Saved | Exception | None]:
-        """Store commits; return for each what was stored, an error, or None if nothing was.
+        """Store commits; return for each what was stored, an error, or None if left out.
 
         `entry_of` returns a record that is in RAM. Writer thread.
         """
@@ -217,7 +218,7 @@ class ReadTier(LowerTier, BlockSource, Protocol):
         """Return the checkpoints that belong to blocks of these keys."""
 
     def branches(self, path: Mapping[bytes, bytes]) -> Collection[bytes]:
-        """Return the parents that have another child than the child that `path` names."""
+        """Return the parents that have a child besides the child that `path` gives."""
 
     def load(self, block: Record, root: Root) -> Mapping[str, Any]:
         """Return the evaluated arrays of a block or checkpoint. Any thread.
@@ -227,7 +228,7 @@ class ReadTier(LowerTier, BlockSource, Protocol):
         """
 
 
-# Rows of the index. A damaged index may hold anything: rows with wrong types are left out.
+# Rows of the index. A damaged index may contain anything: rows of wrong types are left out.
 
 
 def read_sessions(rows: Iterable[Any]) -> list[Session]:

@@ -22,7 +22,7 @@ _WORD = (1 << 64) - 1
 
 
 class Runs:
-    """Where each run of `N_LAST` ids last occurs in packed ids (see `pack_ids`): 16 bytes an id.
+    """Where each run of `N_LAST` ids last occurs in packed ids (see `pack_ids`): 16 bytes per id.
 
     Runs are found by polynomial hashes modulo 2**64, as Karp and Rabin do (IBM Journal of Research
     and Development 31, 1987), in a sorted array.
@@ -39,7 +39,7 @@ class Runs:
         self._hashes = hashes[self._order]
 
     def after(self, run: Sequence[int], n: int) -> list[int]:
-        """Return up to `n` ids, before any image, that followed the last `N_LAST` ids of a run."""
+        """Return up to `n` ids, before any image, that came after a run's last `N_LAST` ids."""
         run = list(run[-N_LAST:])
         if len(run) < N_LAST or min(run) < 0:
             return []
@@ -66,7 +66,7 @@ class StoredRuns:
         self._reads = Thread()
 
     def read(self, root: Root) -> bool:
-        """Start to read a tree if it changed; return False if a read runs. Generation thread."""
+        """Start to read a tree if it changed; False if a read still runs. Generation thread."""
         if self._reads.is_alive():
             return False
         self._reads = Thread(target=self._read, args=(root,), name="stored runs", daemon=True)
@@ -74,7 +74,7 @@ class StoredRuns:
         return True
 
     def after(self, root: Root, run: Sequence[int], n: int) -> list[int]:
-        """Return up to `n` ids that followed the end of a run; none if the run is unknown."""
+        """Return up to `n` ids that came after the end of a run; none if the run is unknown."""
         read = self._known
         return [] if read is None or read[1] != root else read[2].after(run, n)
 
@@ -92,7 +92,7 @@ class StoredRuns:
 
 
 def _joined(blocks: Sequence[Block]) -> bytes:
-    """Return the packed ids of blocks in chains, the newest last."""
+    """Return the packed ids of blocks in chains, the newest chain last."""
     left, runs = {block.key: block for block in blocks if block.is_genuine}, list[bytes]()
     for block in blocks:
         node = left.pop(block.key, None)

@@ -9,7 +9,7 @@ The file begins with a line of JSON:
     checksum            XXH3-128 of this line with an empty checksum
 
 Then come the files of all blocks, in order, and the files of all checkpoints, as in a store that is
-not encrypted. Export and import hold one file at a time in memory.
+not encrypted. Export and import load one file at a time.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class SessionFile:
         self.blocks, self.checkpoints = tuple(blocks), tuple(checkpoints.values())
 
     def own_file(self, number: int) -> bytes:
-        """Return the file of a block or, after the last block, of a checkpoint."""
+        """Return a file's content. The blocks' files come first."""
         self._file.seek(self._starts[number])
         return self._file.read(self.files[number].n_bytes)
 
@@ -212,9 +212,9 @@ def export_parts(
 def import_session(disk: DiskStore, source: SessionFile) -> tuple[Session, Sequence[Record], bool]:
     """Write a checked session to a store, within its budget, completely or not at all.
 
-    A session of the same name stays if it continues the imported session, and moves if it ends
-    inside. Return the session, its new records, and whether it was added or moved. Raises
-    StoreError.
+    A session of the same name stays if it continues the imported session, and is moved to the
+    imported end if it ends before that. Return the session, its new records, and whether it was
+    added or moved. Raises StoreError.
     """
     leaf = Leaf(source.name, source.blocks[-1].key, source.blocks[-1].stop)
 

@@ -2,9 +2,9 @@
 
 Blocks never change, so servers need no coordination: each server puts missing blocks, fetches the
 blocks that a prompt needs, and checks them (`shared_objects`). Before a request is queued, its HTTP
-thread waits while fetching is quicker than computing; a lookup never asks the store.
+thread fetches as long as that is quicker than computing; a lookup never asks the store.
 
-Records are put on a separate thread. Waiting objects are on disk, not in RAM.
+A separate thread puts records. Waiting objects are on disk, not in RAM.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ PROBE_S = 10.0
 PRUNE_S = 600.0
 """How often a server that puts objects checks whether the size limit is exceeded."""
 MOST_ATTEMPTS = 3
-"""At most this many attempts per object, and failures in a row."""
+"""The most attempts per object, and failures in a row."""
 CLOSING_S = 2.0
 _N_TURNS = 256
 N_AHEAD = 6
 """The most objects fetched at once. The first is fetched alone, to arrive sooner."""
 MOST_LOSS = 0.06
-"""A prompt may wait without result for this share of its computing time, in the next bounds."""
+"""A prompt may wait without result for this share of its computing time, within these bounds:"""
 LEAST_LOSS_S, MOST_LOSS_S = 0.02, 2.0
 SLOW_S, MOST_SLOW_S = 30.0, 1800.0
 """How long a slow store is skipped, at first and at most."""
@@ -86,7 +86,7 @@ class Putting:
         self._max_bytes, self._prune_at_s = max_bytes, time.monotonic()
         self._turns: OrderedDict[bytes, _Turn] = OrderedDict()
         self.waiting: deque[tuple[Record | _Turn | bytes, int]] = deque()
-        """Objects to put, with numbers of failed attempts. A key stands for the chain up to it."""
+        """Objects to put, each with its failed attempts. A key means the chain that ends in it."""
         self._since_s = 0.0
         self._changes = SimpleQueue[None]()
         self._is_closing = self._is_busy = False
@@ -249,8 +249,8 @@ class Wanted:
     """A prompt whose blocks in `chain` are on this server, and the functions to fetch the rest.
 
     `plan` returns the needed records of a conversation. `compute_s` returns the seconds to compute
-    tokens after cached ones. `learn` takes replies and returns the prompt with the ids that the
-    model produced. An object has at most `max_bytes`. The model needs checkpoints unless
+    a number of tokens from a position. `learn` takes replies and returns the prompt with the ids
+    that the model produced. An object has at most `max_bytes`. The model needs checkpoints unless
     `any_prefix`.
     """
 
@@ -288,7 +288,7 @@ class Wanted:
 
 
 class Fetching:
-    """Fetches a prompt's blocks into RAM, at most half of the bytes that RAM may have."""
+    """Fetches a prompt's blocks into RAM, up to half of RAM's budget."""
 
     def __init__(self, tier: SharedTier, wanted: Wanted) -> None:
         self._tier, self._wanted = tier, wanted
@@ -323,7 +323,7 @@ class Fetching:
                 future.cancel()
 
     def _beyond(self) -> list[bytes]:
-        """Return the keys of blocks after the conversation's, computed from the prompt's ids."""
+        """Return the keys (computed from the prompt's ids) of blocks after the conversation's."""
         wanted = self._wanted
         own = [*(block.key for block in wanted.chain), *wanted.keys()]
         path = [block.key for block in self._full_path]
@@ -362,9 +362,9 @@ class Fetching:
             raise
 
     def _left_s(self) -> float:
-        """Return the seconds left of the time that received records save, plus a loss.
+        """Return the seconds left: fetching may take the time that it saves, plus `loss_s`.
 
-        If the model needs checkpoints, they save their share of all missing bytes. Raises TooLate.
+        If the model needs checkpoints, the saved time grows with received bytes. Raises TooLate.
         """
         wanted, n_tokens = self._wanted, self._n_tokens
         if not wanted.any_prefix and self._plan.missing:
@@ -402,7 +402,7 @@ def _block_of(record: Record) -> bytes:
 
 
 class SharedTier:
-    """Blocks in a store that several servers use; `land` takes fetched blocks. Any thread."""
+    """Blocks in a store that several servers use; `land` stores fetched blocks. Any thread."""
 
     name = SHARED
 
@@ -419,7 +419,7 @@ class SharedTier:
         self.putting = Putting(objects, disk, replies_of, max_bytes)
         self.threads = Threads(N_AHEAD, "kvpersist-shared")
         self._slow_s = self._slow_until_s = self._slow_loss_s = 0.0
-        """How long a slow store is skipped, until when, and up to which loss."""
+        """How long a slow store is skipped, until when, and for prompts of up to which loss."""
 
     def stats(self) -> dict[str, Any]:
         """Return counts of objects put and fetched, and why the store is not used now, if so."""
@@ -441,7 +441,7 @@ class SharedTier:
         self.objects.forget(key, is_bad=reason is not None)
 
     def fetch(self, wanted: Wanted) -> str:
-        """Fetch a prompt while that is quicker than computing; return a note. HTTP thread."""
+        """Fetch a prompt's blocks while that beats computing them; return a note. HTTP thread."""
         if failed_with := self.objects.reads.failed_with:
             return f"the shared store is not used now: {failed_with}"
         loss_s = wanted.loss_s

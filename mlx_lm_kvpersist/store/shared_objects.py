@@ -35,7 +35,7 @@ Content = TypeVar("Content")
 ASK_AGAIN_S = 86400.0
 """The server asks for an object again after a day, because another server may have pruned it."""
 RENEW_S = 3 * 86400.0
-"""An object in use is written again after three days. So pruning removes only unused objects."""
+"""An object in use is written again after three days: pruning removes only unused objects."""
 _MAX_LAYOUT_BYTES = 1 << 16
 _MAX_KEYS = 50_000
 """The most keys in a table; a full table is cleared."""
@@ -103,7 +103,7 @@ class Conversation:
 
 
 def opening_of(messages: Sequence[Any], packed_ids: bytes = b"") -> bytes:
-    """Return the hash of the messages before the first reply, or else of the first ids."""
+    """Return the hash of the messages before the first reply; if none, of the first ids."""
     first = list(takewhile(lambda message: message.get("role") != "assistant", messages))
     encoded = json.dumps(first, sort_keys=True, default=str).encode() if first else b""
     return blake2b(encoded or packed_ids[: 4 * OPENING_TOKENS], digest_size=KEY_BYTES).digest()

@@ -1,7 +1,7 @@
 """The index's small state: persisted values, notes, replies, last requests, bytes written.
 
-A rebuilt index keeps all of this if the old index can be read. It keeps the readable persisted
-values of a damaged index, and nothing of a missing index.
+A rebuilt index keeps all of this if the old index can be read, only the readable persisted values
+if it is damaged, and nothing if it is missing.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class SmallState(Rows):
             )
 
     def saved(self) -> dict[str, float]:
-        """Return the reused `tokens`, and the `seconds` that computing `timed` of them takes."""
+        """Return how many `tokens` were reused, and the `seconds` to compute `timed` of them."""
         return self._get(_SAVED) or {"tokens": 0, "timed": 0, "seconds": 0.0}
 
     def salvage(self, path: Path) -> None:
@@ -185,7 +185,7 @@ class SmallState(Rows):
         return records
 
     def add_request(self, record: dict[str, Any]) -> None:
-        """Add a record of at most 4,096 characters, keep the last `KEPT`, and sum reused tokens."""
+        """Sum reused tokens. Add a record of at most 4,096 characters, and keep the last `KEPT`."""
         if n_reused := record.get("reused_tokens", 0):
             saved, seconds = self.saved(), record.get("saved_s")
             new = {"tokens": n_reused, "timed": n_reused * bool(seconds), "seconds": seconds or 0.0}
@@ -205,7 +205,7 @@ class SmallState(Rows):
     ) -> None:
         """Remove the records of sessions (None: of all), and all quotations in the other records.
 
-        sessions: their names and namespaces; None means any namespace.
+        `sessions` has pairs of name and namespace; the namespace None means any.
         """
         with self.database.transaction() as db:
             for number, record_json in db.execute("SELECT number, about FROM requests").fetchall():

@@ -43,8 +43,8 @@ class StoredSessions:
     ) -> dict[str, Any]:
         """Return the sessions that contain `find`, after the first `skip`, and their `total`.
 
-        The most recently used sessions come first, or the largest sessions if `by_size`. A session
-        counts its whole chain; bytes are those on disk. `used` and `created` are seconds since the
+        The most recently used sessions come first, or the largest sessions if `by_size`. Blocks and
+        bytes are those of the whole chain on disk. `used` and `created` are seconds since the
         epoch. Conversations are quoted and searched only if `with_text`.
         """
         pool = self._store.pool
@@ -115,7 +115,7 @@ class StoredSessions:
     ) -> list[dict[str, Any]]:
         """Add to each request's record a session's `title` and, if `with_text`, first `words`.
 
-        It is the most recently used session of the request's name and namespace. Both fields are
+        That session is the last used of the request's name and namespace. Both fields are
         None without a session, and while the index cannot be read.
         """
         wanted = {(record["session"], record["namespace"]) for record in records}
@@ -185,7 +185,7 @@ class StoredSessions:
             return export_parts(self._store.index, session, records)
 
     def evict(self, session_id: str) -> dict[str, Any]:
-        """Evict a session from RAM, except for blocks with other children."""
+        """Evict a session from RAM, except for blocks that others continue."""
 
         def change(disk: DiskStore) -> dict[str, Any]:
             chain = disk.index.chain(_session(disk, session_id).leaf)

@@ -40,7 +40,7 @@ class Fault(str, Enum):
     SESSION = "session"
     """A session's last block is missing, or the session's file would mislead a rebuild."""
     INDEX = "index"
-    """The index has rows that cannot be read, or totals that are not those of its rows."""
+    """The index has rows that cannot be read, or totals that do not match its rows."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def fix_problems(disk: DiskStore, problems: list[Problem]) -> None:
     """Remove faulty records and the records that need them; bad files go to quarantine."""
     with disk.lock.held():
         if any(problem.fault in (Fault.MISMATCH, Fault.INDEX) for problem in problems):
-            # First: otherwise, files that a damaged row does not name would stay.
+            # First, because a damaged row may not name its files, which would stay.
             rebuild_index(disk.files)
         # The fault may have ended, or be another fault by now.
         for problem in [again for problem in problems if (again := problem.check())]:

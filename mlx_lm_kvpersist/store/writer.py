@@ -1,7 +1,7 @@
 """The writer: one thread that changes the store, so that generation never waits for a disk.
 
-`Threads` run all other tasks that may wait for a disk or a network. An ending process waits for no
-such thread.
+`Threads` run all other tasks that may wait for a disk or a network. The process can exit while they
+wait.
 
 Checkpoints that the next turn will probably supersede are postponed. They are written if their
 conversation does not continue, if too much is postponed, and when the store is drained or closed.
@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 REST_FACTOR = 6.0
-"""Length of a pause per length of work while replies run. On a GPU, the writer takes 2.5% of the
-replies' time."""
+"""While replies run, pauses are this many times as long as work. On a GPU, the writer takes 2.5%
+of the replies' time."""
 MAX_AGE_S = 5.0
 """While a commit that is this old waits or is being written, the writer does not pause."""
 POSTPONE_S = 30.0
@@ -41,7 +41,7 @@ GATHER_S = 0.25
 
 
 class Threads:
-    """Runs tasks in order on daemon threads, so that a disk that hangs keeps no process alive."""
+    """Runs tasks in order on daemon threads: the process can exit even if a disk hangs."""
 
     def __init__(self, n_threads: int, name: str) -> None:
         self._tasks: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
@@ -121,13 +121,13 @@ def _bytes_of(tasks: Iterable[Task]) -> int:
 class Writer:
     """Runs tasks on one long-lived thread, in order, but tasks of ended turns come first.
 
-    `save` is called with the turns or the notes that wait together, or with another commit. They
-    wait `GATHER_S` for more, unless an action, somebody, or half of `max_bytes` waits.
+    `save` is called with the waiting turns, the waiting notes, or one other commit. Turns and notes
+    wait `GATHER_S` for more, unless an action or a caller waits, or half of `max_bytes`.
 
     At most `max_bytes` of blocks and checkpoints wait. If more come, no request waits: the oldest
     commit that a later commit contains is dropped or, if there is none, the oldest commit. The
-    newest commit and the commit that is being written may take `2 * max_bytes` together. A commit
-    that waits alone is not dropped, nor a commit of up to `max_bytes` behind one of more than
+    newest commit stays if no other waits and (1) nothing is being written, (2) it and what is being
+    written take at most `2 * max_bytes`, or (3) it takes at most `max_bytes` behind more than
     `2 * max_bytes`. Half of `max_bytes` more may be postponed.
     """
 
@@ -165,7 +165,7 @@ class Writer:
             return _bytes_of(self._postponed.values())
 
     def commits(self) -> list[Commit]:
-        """Return the commits that are written now, those waiting, and those postponed, in order."""
+        """Return the commits that are being written, then those waiting, then those postponed."""
         with self._changed:
             tasks = (*self._commit_tasks(), *self._postponed.values())
             return [task.commit for task in tasks if task.commit is not None]
@@ -184,7 +184,7 @@ class Writer:
         return [task for task in (*self._running, *self._tasks) if task.commit]
 
     def submit(self, run: Callable[[], object], *, is_note: bool = False) -> None:
-        """Queue an action. A note is left out if too many tasks wait."""
+        """Queue an action. A note is dropped if too many tasks wait."""
         with self._changed:
             if not is_note or len(self._tasks) < MOST_TASKS:
                 self._tasks.append(Task(run, is_note=is_note))
@@ -247,7 +247,7 @@ class Writer:
     def postpone(self, end: bytes, task: Task, *, has_ended: bool) -> None:
         """Postpone the commit of a conversation that ends in `end`; it can still be withdrawn.
 
-        If no reply `has_ended`, the delay is much longer: a reply will continue the conversation.
+        Unless a reply `has_ended`, the delay is much longer: a reply will continue from there.
         """
         task.due_s = self.now() + (POSTPONE_S if has_ended else ABANDON_S)
         with self._changed:
@@ -305,9 +305,9 @@ class Writer:
                     self._changed.notify_all()
 
     def rest(self) -> None:
-        """Pause after the work so far, while replies run. Writer thread.
+        """While replies run, pause in proportion to the work so far. Writer thread.
 
-        The pause ends when somebody waits, half of `max_bytes` waits, or the oldest commit is
+        The pause ends when a caller waits, half of `max_bytes` waits, or the oldest commit is
         `MAX_AGE_S` old.
         """
         with self._changed:
@@ -372,7 +372,7 @@ class Writer:
             del tasks
 
     def _gathers_s(self) -> float:
-        """Return how long to wait for more turns and notes; 0 if somebody waits. O(tasks)."""
+        """Return how long to wait for more turns and notes; 0 if a caller waits. O(tasks)."""
         has_other = any(not (task.commit or task.is_note) for task in self._tasks)
         if has_other or self._n_waiting or self._is_half_full():
             return 0.0
