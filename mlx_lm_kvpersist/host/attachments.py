@@ -1,10 +1,10 @@
 """Images and files in messages: a line of text replaces content that the model cannot read.
 
 A client sends the whole conversation with each turn. So an attachment is refused only in the newest
-question. In other messages the same line always replaces the attachment, so the prompt stays equal.
+question. In other messages the same line always replaces it, so the prompt stays the same.
 
-After a refusal Claude Code sends one message with the attachment, its text and the new question. If
-the server refused this message, too, the conversation would end.
+After a refusal Claude Code sends one message with the attachment, the text of the refused message,
+and the new question. If the server refused this message, too, the conversation would end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PART_KINDS = (
     *("text", *IMAGE_KINDS, "file", "input_file", "document", "container_upload"),
     *("audio", "audio_url", "input_audio", "video", "video_url", "input_video"),
 )
-"""The types of a message's parts that clients send. Only text and images can be read."""
+"""The types of message parts that clients send. Models read only text and images."""
 _TAGS = re.compile(r"\s*(</[\w-]+>|<([\w-]+)>.*</\2>)\s*", re.DOTALL)
 """A text that the client adds to the user's words: a closing tag, or an element such as
 `system-reminder`. Codex writes a tag on each side of an image, before the question."""
@@ -31,7 +31,7 @@ Part = dict[str, Any]
 
 
 def fit_attachments(messages: list[Message], reads_images: bool) -> list[Message]:
-    """Return messages with text only, and with images if the model reads them.
+    """Return the messages; a line of text replaces each part that the model cannot read.
 
     messages: messages that `check_messages` accepts. Raises RequestRefused if the question has
     content that the model cannot read.
@@ -63,7 +63,7 @@ def fit_attachments(messages: list[Message], reads_images: bool) -> list[Message
 
 
 def _told(block: Part) -> Part:
-    """Return a part; if its type is unknown, such as a refusal, return its text as a text part."""
+    """Return a part; if its type is unknown, such as "refusal", return its text as a text part."""
     kind, text = block["type"], block.get("text")
     if kind in PART_KINDS and (kind != "text" or text is not None):
         return block
@@ -92,7 +92,7 @@ def _images_moved(messages: list[Message]) -> list[Message]:
 
 
 def _question(messages: list[Message]) -> int | None:
-    """Return the index of the last message if it is a user's question.
+    """Return the index of the user's question if the conversation ends with a question.
 
     A user's message after a tool's result belongs to that result: it is not a new question, and
     later turns repeat it.
@@ -122,7 +122,7 @@ def _is_read(block: Part, reads_images: bool) -> bool:
 
 
 def _readable_part(contents: list[Part], i: int, reads_images: bool) -> Part:
-    """Return a part, or the line that replaces it. Templates put nothing between texts."""
+    """Return a part, or the line that replaces it. Templates add no line breaks."""
     if _is_read(contents[i], reads_images):
         return contents[i]
     readable = "text and images" if reads_images else "text"

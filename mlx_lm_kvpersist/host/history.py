@@ -2,11 +2,11 @@
 
 Clients send the whole conversation with each request, so a message that the template refuses would
 end the conversation for good. Each kind of refusal is tested alone, with a short conversation, when
-it first matters. A conversation that the template renders is left unchanged. The only exception is
-a system message that the template leaves out, moves, or counts as the assistant's: otherwise the
-next turn would change the prompt or be refused.
+it first matters. A conversation that the template renders is left unchanged, except for a system
+message that the template leaves out, moves, or treats as the assistant's. After such
+a message, the next turn would change the prompt or be refused.
 
-An adaptation depends only on earlier messages, so the prompts of a conversation only grow.
+How a message is adapted depends only on earlier messages, so each turn only extends the prompt.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ASKED: Message = {"role": "user", "content": _MARK}
 _CALL_IDS = ("call00000", "call00001")
 _LOOK = {"name": "look", "description": "Look.", "parameters": {"type": "object"}}
 _ENDS: tuple[tuple[str, ...], ...] = ((), ("user",), ("assistant", "user"))
-"""Kinds of messages that, in some templates, must follow the tested message."""
+"""The kinds of messages that some templates require after the tested message."""
 _JOINS: dict[str, tuple[str, ...]] = {
     "system": ("system", "user", "tool"),
     "user": ("user", "tool"),
@@ -41,9 +41,9 @@ _JOINS: dict[str, tuple[str, ...]] = {
     "parallel": ("assistant",),
     "tool": (),
 }
-"""For each kind of message, the kinds of earlier messages to which it can be joined.
+"""For each kind of message, the kinds of previous messages to which it can be joined.
 
-Kinds are roles. Assistant messages with one call, and with several calls, are separate kinds.
+A kind is a role. Assistant messages with one call, or with several calls, are two more kinds.
 """
 _CALLS = ("calls", "parallel")
 _TURNS = ("user", "assistant", *_CALLS)
@@ -116,7 +116,7 @@ class Template:
     def rendered(
         self, messages: Sequence[Message], tools: Any = None, *, continues: bool = False
     ) -> str | None:
-        """Return the text that the server makes of messages; None after an error."""
+        """Return the prompt text of messages; None if it is empty or cannot be rendered."""
         options = {**self._arguments, "tokenize": False, "tools": tools or self._tools}
         if continues:
             options["continue_final_message"] = True
@@ -124,7 +124,7 @@ class Template:
             prepared = [_as_rendered(message) for message in messages]
             render = self._tokenizer.apply_chat_template
             text = str(render(prepared, add_generation_prompt=not continues, **options))
-            text.encode()  # half a surrogate pair in a call's arguments cannot be tokenized
+            text.encode()  # raises for half a surrogate pair: it cannot be tokenized
             return text or None
         except Exception:
             return None
@@ -181,7 +181,7 @@ class Template:
         return forms[self._first(("arguments", type(arguments), is_empty), tried)]
 
     def spoken(self, kinds: Sequence[str], place: int | None = None) -> str | None:
-        """Return a rendered conversation of messages of `kinds`, None if the template refuses it.
+        """Return a rendered conversation with these kinds of messages; None if it is refused.
 
         place: the index of a message whose text must be between the texts of its neighbours.
         """
@@ -211,7 +211,7 @@ class Template:
         return _calling(self.form_of({"where": _MARK}), ids)
 
     def _reads(self, name: Hashable, form: list[Message], usual: list[Message]) -> bool:
-        """Tell whether the template renders this form; True if it refuses even the usual form."""
+        """Tell whether the template renders `form`; also True if it renders neither form."""
         texts = (self.rendered([_ASKED, *messages]) for messages in (form, usual))
         return self._first(name, texts) == 0
 
@@ -224,7 +224,7 @@ class Template:
             readable_at = (i for i, text in enumerate(texts) if text is not None)
             index = next(readable_at, 0)
             if len(self._known) > _MOST_KNOWN:
-                self._known.clear()  # clients send any role
+                self._known.clear()  # clients may send ever new roles
             self._known[name] = index
         return self._known[name]
 
@@ -251,7 +251,7 @@ class _Fitting:
             self._ask()
 
     def _fit(self, message: Message, rest: deque[Message]) -> Iterator[Message]:
-        """Yield a message in a rendered form, then its calls' results, taken from `rest`."""
+        """Yield a message in a rendered form, then its calls' results, removed from `rest`."""
         kind = _kind(message)
         if kind == "function" and not self._template.fits(["user", "assistant"], kind):
             message, kind = {**message, "role": "tool"}, "tool"
@@ -350,7 +350,7 @@ class _Fitting:
         if kind == "tool" and not template.reads_calls():
             return False
         if kind not in _JOINS and not template.fits(["user", "assistant"], kind):
-            return False  # a template that counts messages may accept any role in the second
+            return False  # as a reply, a template that counts messages accepts any role
         return template.fits(self._kinds, kind)
 
     def _append(self, message: Message, kind: str) -> None:
@@ -411,7 +411,7 @@ def _fit_call(template: Template, call: dict[str, Any], usual_id: str) -> dict[s
 
 
 def _kind(message: Message) -> str:
-    """Return a message's role, or the kind of an assistant message with calls of functions."""
+    """Return a message's role, or the kind of an assistant message with function calls."""
     calls = message.get("tool_calls") if message.get("role") == "assistant" else None
     are_calls = isinstance(calls, list) and all(
         isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls

@@ -195,11 +195,11 @@ class ModelSupport:
 
     `weigh(replies, prompts, n_bytes)` records the running sequences, and returns whether memory
     suffices while the replies grow. It is called when sequences begin, end or grow by more than a
-    few tokens. `replies` has the number of tokens of each reply so far, prompt included, and
-    `prompts` the number of tokens of each prompt that is computed or is about to be; `n_bytes` is
-    the size of all these caches. If memory does not suffice, the youngest reply is taken out of the
-    batch, and continues later (`TakenRequest.resume`). A sequence that is served alone counts as a
-    prompt, and `n_bytes` is then None.
+    few tokens. `replies` has the number of tokens of each reply so far, prompt included. `prompts`
+    has the number of tokens of each prompt that is, or soon will be, computed. `n_bytes` is the
+    size of all these caches. If memory does not suffice, the youngest reply is taken out of the
+    batch, and continues later (`TakenRequest.resume`). A sequence that is served alone is in
+    `prompts`, and `n_bytes` is then None.
     """
 
     make_caches: Callable[[], Sequence[Any] | None]
@@ -295,8 +295,8 @@ class TakenRequest:
     def insert(self, tokens: Sequence[int], caches: list[Any], cache_type: str) -> None:
         """Save the caches of `tokens`: the computed tokens of the prompt and of its reply.
 
-        The caches of a draft model follow the main model's caches. Both may hold fewer tokens,
-        because the last token is computed with the next token.
+        In `caches`, a draft model's caches come after the main model's. All may hold fewer
+        than `tokens`, because the last token is computed together with the next.
 
         cache_type: "system" or "user" at the end of such a segment of a prompt; "prefill" after any
         other chunk of a prompt; "assistant" at the end of the reply, or when the client left;
@@ -372,8 +372,8 @@ def expect(is_right: bool, answer: Any, expected: str) -> None:
 
 
 # The hooks, in the order in which a request meets them. All are optional. Plugins are asked in the
-# order of the command line. The first answer to a hook marked `firstresult` counts; without an
-# answer the server behaves as stock does.
+# order of the command line. Only the first answer to a hook marked `firstresult` is used; without
+# an answer the server behaves as stock does.
 
 
 @hookspec

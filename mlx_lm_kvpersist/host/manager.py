@@ -101,7 +101,7 @@ def find_entry_point(name: str) -> metadata.EntryPoint:
 
 
 def installed_plugins() -> list[str]:
-    """Return the names that `--plugin` takes."""
+    """Return the names that `--plugin` accepts."""
     entry_points = metadata.entry_points(group=ENTRY_POINT_GROUP)
     return sorted({entry_point.name for entry_point in entry_points})
 
@@ -133,7 +133,7 @@ def set_current(manager: pluggy.PluginManager, failed: PluginFailures | None = N
 
 @contextmanager
 def using(manager: pluggy.PluginManager, failed: PluginFailures | None = None) -> Iterator[None]:
-    """Ask the plugins of `manager` inside the block. Not while the server serves."""
+    """Ask the plugins of `manager` inside the block. Not for a running server."""
     previous = _current
     set_current(manager, failed)
     try:
@@ -143,7 +143,7 @@ def using(manager: pluggy.PluginManager, failed: PluginFailures | None = None) -
 
 
 def ask(hook: str, **arguments: Any) -> Any:
-    """Return the answers to a hook without None; of a `firstresult` hook, only the first answer."""
+    """Return the answers to a hook, except None; for a `firstresult` hook, the first answer."""
     return getattr(_current.hook, hook)(**arguments)
 
 
@@ -196,7 +196,7 @@ def prepare_messages(messages: list[Any], tools: Any) -> None:
 
 
 def plugin_routes() -> dict[tuple[str, str], Route]:
-    """Return the plugins' routes by method and path; raises ConfigError if two have the same."""
+    """Return the plugins' routes by method and path; raises ConfigError if two share both."""
     routes: dict[tuple[str, str], Route] = {}
     for answer in ask("routes"):
         for route in answer:
@@ -273,7 +273,7 @@ def take_request(request: ClientRequest, prompt: Prompt) -> Taken | None:
 class TakenTokens(list[int]):
     """Token ids of a request that a plugin took. Slices and in-place appends keep `taken`.
 
-    The stock server passes nothing else of a request through its generator and its prompt cache.
+    The stock server passes only a request's ids through its generator and its prompt cache.
     """
 
     def __init__(self, ids: Iterable[int], taken: Taken) -> None:

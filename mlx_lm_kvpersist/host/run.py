@@ -51,10 +51,10 @@ class PrintableFormatter(logging.Formatter):
 
 
 class PluginArgumentParser(argparse.ArgumentParser):
-    """A parser that takes `--plugin` and the options of the plugins.
+    """A parser that accepts `--plugin` and the options of the plugins.
 
     Plugins' options are added after all stock options, when the command line is parsed. So
-    the help shows them last, and if one clashes with a stock option, the plugin gets the error.
+    the help shows them last, and if a plugin adds a stock option again, it gets the error.
     """
 
     _plugin_option: argparse.Action | None = None
@@ -98,7 +98,7 @@ class PatchChecks:
 
     @hookimpl(trylast=True)
     def configure(self) -> None:
-        with alone():  # a check serves test requests
+        with alone():  # a check's test requests are not for other ranks
             for check in self._checks:
                 check()
 
@@ -131,7 +131,7 @@ def plugin_run(stock: Callable[..., None]) -> Callable[..., None]:
                     stop(reason)
                 stock(*args, **kwargs)
             except KeyboardInterrupt:
-                # Stock catches an interrupt while it listens. Before that, no message is needed.
+                # Stock catches interrupts once it listens. An earlier interrupt needs no message.
                 status = 130
             finally:
                 manager.ask("shutdown")
@@ -198,11 +198,10 @@ def ending_cleanly(provider: Any = None, grace_s: float = GRACE_S) -> Iterator[l
     """Make SIGTERM and SIGHUP end the server as Ctrl-C does.
 
     The handler raises KeyboardInterrupt with the signal's number; stock catches it, stops listening
-    and joins the generation thread. A second signal, or `grace_s`, forces the end: remaining
-    threads can keep a process alive. Two signals do not count as second: SIGHUP, which the kernel
-    and the shell send when a terminal is closed, and the signal of a generation thread that has
-    failed (`provider.fatal_error`). Outside the main thread nothing changes. Yields the list of
-    received signals.
+    and joins the generation thread. A second signal, or `grace_s` seconds, forces the end: threads
+    that still run can prevent it. SIGHUP is not counted: if a terminal is closed, the kernel and
+    the shell send one each. The signal of a failed generation thread (`provider.fatal_error`) is
+    not counted either. Outside the main thread nothing changes. Yields the received signals.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -211,7 +210,7 @@ def ending_cleanly(provider: Any = None, grace_s: float = GRACE_S) -> Iterator[l
 
     def handler(number: int, frame: FrameType | None) -> None:
         if received == [signal.SIGHUP]:
-            received[:] = [number]  # SIGTERM often follows when a session ends
+            received[:] = [number]  # when a session ends, SIGTERM often comes next
             return
         if number == signal.SIGHUP and received:
             return
@@ -249,8 +248,8 @@ def end_now(number: int, reason: str) -> NoReturn:
 def end_process(status: int) -> NoReturn:
     """End the process as the end of `main` would, but without running C++ destructors.
 
-    A thread that computed with MLX leaves a C++ thread, whose destructor aborts the process (mlx
-    0.31.2 to 0.32.4).
+    After a thread has computed with MLX, a C++ thread remains. Its destructor aborts the process
+    (mlx 0.31.2 to 0.32.4).
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
