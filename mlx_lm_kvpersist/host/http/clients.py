@@ -31,7 +31,7 @@ POLL_S = 0.01
 PROBE_AGAIN_S = 1.0
 """The pause between the first two probes of a reply. The pause doubles after each probe."""
 HEADERS_AFTER_S = 2.0
-"""How long a stream's headers wait for an error, with its status, and for plugins' headers."""
+"""Seconds until a stream gets its headers early. Before, an error can have its own status."""
 KEEPALIVE_S = 10.0
 """How long a stream may be silent: clients give up after 300 s."""
 DRAIN_S = 5.0
@@ -132,7 +132,7 @@ class ClientConnection(io.BufferedIOBase):
             self.lock.release()
 
     def _probe(self) -> bytes:
-        """Return a probe that a closed client answers by a reset; b"" if none is due."""
+        """Return a probe that a closed client answers with a reset; b"" if none is due."""
         now_s, n_probes = time.monotonic(), self._n_probes
         if now_s < self._probe_at_s or (self._has_head and not self._is_stream):
             return b""
@@ -238,7 +238,7 @@ class PluginHTTPServer(StockServer):
         self.shutdown()
 
     def _handle_request_noblock(self) -> None:
-        """Accept a connection. An interrupt here would close the connection at once."""
+        """Accept a connection. Signals wait: an interrupt would close the connection at once."""
         with uninterrupted():
             super()._handle_request_noblock()  # type: ignore[misc]
 

@@ -48,8 +48,8 @@ class Completion:
         self._handler, self._client = handler, handler.client
         self._api, self.reply, self._tools = api, reply, tools
         self.stop_words = self.marks = StopWords(())
-        """`marks` are the stop words with a mark. Stock removes marks from the text, so these words
-        are searched in the tokens."""
+        """`marks` are the stop words that contain a mark. Stock removes marks from the text, so
+        these words are searched in the tokens."""
         self.streams = streams
         """Whether the client gets the reply as a stream."""
         self._context: Any = None  # stock's context
@@ -112,14 +112,14 @@ class Completion:
         self._has_ended = True
 
     def _parse_call(self, parse: Callable[..., Any], text: str, shown: Any) -> Any:
-        """Parse a call, also of a deferred tool; keep the text of a wrong call: stock drops it."""
+        """Parse a call, even of a deferred tool. Save an invalid call's text: stock drops it."""
         try:
             if self._tools is None:
                 raise ValueError("no call is wanted")
             return parse(text, self._tools or None)
         except ValueError:
             tokenizer = self._handler.generator.model_provider.tokenizer
-            # Stock parses a call at its end, and a call that was cut off at the reply's end.
+            # After the last token stock parses a call that was cut off: it has no end mark.
             end = "" if self._has_ended else tokenizer.tool_call_end or ""
             self._unread += f"{tokenizer.tool_call_start}{text}{end}"
             raise
@@ -130,11 +130,11 @@ class Completion:
         return self.stop_words.found or self.marks.found
 
     def begin(self, head: bytes) -> None:
-        """Send `head`, a stream's headers, and the headers of plugins."""
+        """Send a stream's headers: `head`, then the plugins' headers."""
         lines = [f"{name}: {text}" for name, text in self.plugin_headers()]
         self.doing = "prefill"
         with self._client.lock:
-            if self._is_open:  # too late for headers, but people who read the stream see them
+            if self._is_open:  # too late for headers: people who read the stream see comments
                 self._client.write("".join(f": {line}\n\n" for line in lines).encode())
                 return
             self._is_open = True
@@ -340,7 +340,7 @@ class StopWords:
     """The stop word that ended the text."""
 
     def __init__(self, words: Iterable[str]) -> None:
-        # If several words are complete at the same place, the longest word began first.
+        # If several words end at the same place, the text is cut where the longest begins.
         self.words = sorted(filter(None, words), key=len, reverse=True)
         self._held = ""
 

@@ -1,7 +1,7 @@
 """Reads requests; refuses a request that would end stock's generation thread or get no answer.
 
 Stock's batched path catches no exception, and MLX checks no index on the CPU. Odd values that stock
-can serve are left to stock.
+can serve are not refused.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def check_model(name: str, own: Sequence[str], loaded: str | None) -> None:
 def find_on_hub(name: str) -> None:
     """Raise an exception of the hub, or FileNotFoundError, unless a model is cached or on the hub.
 
-    If the hub cannot be reached, this fails at once; one file would be tried for half a minute.
+    If the hub cannot be reached, this fails at once; one file would be retried for half a minute.
     """
     if not isinstance(try_to_load_from_cache(name, "config.json"), str):
         folder = snapshot_download(name, allow_patterns="config.json")
@@ -210,7 +210,7 @@ def is_continued(body: Mapping[str, Any], places: Sequence[str] = ()) -> bool:
     if last.get("role") != "assistant" or last.get("tool_calls") or not isinstance(text, str):
         expected = "expected an assistant's text as the last message"
         raise RequestRefused(f"continue_final_message is true, {expected}")
-    if text != text.rstrip():  # templates drop this space, and the next word brings one
+    if text != text.rstrip():  # templates drop this space, and the next word has its own
         place = [f"messages[{len(messages) - 1}].content", *places][-1]
         why = "final assistant content cannot end with trailing whitespace; leave it out"
         raise RequestRefused(f"{place}: {why}")
@@ -237,7 +237,7 @@ def check_messages(messages: Any) -> None:
 
 
 def check_ids(args: Any, n_logits: int) -> None:
-    """Refuse token ids and counts beyond a model's vocabulary. Generation thread.
+    """Refuse token ids, top_k and top_logprobs beyond a model's vocabulary. Generation thread.
 
     args: stock's GenerationArguments. n_logits: how many tokens the model can choose from. Negative
         ids count from the end, as in stock.

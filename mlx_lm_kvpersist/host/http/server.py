@@ -56,9 +56,9 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     """Answers as stock does, and calls the hooks. Each connection has its own handler and thread.
 
     A connection that is kept open carries several requests: each request resets the state of the
-    handler. Stock's `do_POST` parses requests to stock's own paths, and each other API
-    parses its own. Then stock's loop (`handle_completion`) always streams, and passes each part of
-    the reply to a `Completion`. The bytes that the loop itself writes are discarded.
+    handler. Stock's `do_POST` parses requests to stock's own paths; an `API` parses its own
+    requests. Then stock's loop (`handle_completion`) always streams, and passes each part of the
+    reply to a `Completion`. The bytes that the loop itself writes are discarded.
     """
 
     timeout = 300.0
@@ -168,7 +168,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
 
     @contextmanager
     def failures_told(self, api: API | None) -> Iterator[None]:
-        """Send the client, in the form of its API, an error that is raised in the block."""
+        """Send an error that is raised in the block to the client, in its API's form."""
         try:
             yield
         except ConnectionError:
@@ -241,7 +241,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             self.complete(Request(fields, fields.get("stream", False), ChatReply(self)), None)
 
     def prefill(self, chat_body: dict[str, Any]) -> tuple[int, int]:
-        """Compute a prompt and one token; return how many tokens it has, and how many were cached.
+        """Compute a prompt and one token; return the numbers of prompt tokens and of cached tokens.
 
         Raises RequestRefused. Nothing is sent to the client.
         """
