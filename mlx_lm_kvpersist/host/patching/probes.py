@@ -186,7 +186,7 @@ def expect(what: str, actual: Any, expected: Any) -> None:
 
 
 def options_reach_plugins(server: ModuleType) -> None:
-    """A parser that is made as in `main` takes --plugin and a plugin's option."""
+    """A parser that is made as in `main` accepts --plugin and a plugin's option."""
     with probing():
         parser = server.argparse.ArgumentParser(description="probe")
         parser.add_argument("--stock", type=int)
@@ -259,13 +259,13 @@ def requests_pass_plugins(server: ModuleType) -> None:
 
 
 def taken(plugin: ProbePlugin, ids: list[int]) -> Taken:
-    """Return a request with a prompt of `ids`, which the probe's plugin took and which entered."""
+    """Return a request that the probe's plugin took; it has entered with the prompt `ids`."""
     prompt = hooks.Prompt(ids, [ids], ["user"])
     return Taken("probe", ProbeRequest(plugin, prompt), prompt=prompt)
 
 
 def prompt_cache_asks_plugins(server: ModuleType) -> None:
-    """The cache that `run` makes returns a plugin's caches, and calls its `insert`."""
+    """The cache that `run` makes returns a plugin's caches, and calls the plugin's `insert`."""
     prompt_caches: list[Any] = []
     with (
         probing() as plugin,
@@ -486,11 +486,11 @@ def run_starts_and_stops_plugins(server: ModuleType) -> None:
 
 
 def buffers_are_read_after_clearing(mlx: ModuleType) -> None:
-    """A host array takes over a GPU's buffer after `clear_cache`, as with stock's prompts."""
+    """A host array can reuse a GPU's buffer after `clear_cache`, as stock's prompts do."""
     numbers = mlx.random.normal((1 << 16,))
     mlx.eval(numbers)
     mlx.clear_cache()
-    del numbers  # the cache gets the buffer, and the next array of this size takes it
+    del numbers  # the cache gets the buffer, and the next array of this size reuses it
     try:
         mlx.array([0.5] * (1 << 16))
     except RuntimeError as error:

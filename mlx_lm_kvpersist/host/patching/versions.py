@@ -1,6 +1,6 @@
 """The versions of mlx-lm and mlx that work together, as measured; see docs/compatibility.md.
 
-Versions older than the measured versions are refused, because such pairs hang or do not start. A
+Versions older than the measured versions are refused, because they hang or do not start. A
 newer mlx, or a newer mlx-lm below `CEILING`, is tried: each patch checks the host before it is
 applied, and is tested afterwards.
 """
@@ -23,7 +23,7 @@ CEILING: Version = (0, 33, 0)
 NEWEST_MLX: Version = (0, 32, 4)
 # end bounds
 METAL_FLOOR: Version = (0, 32, 1)
-"""The oldest mlx for macOS. Before, a GPU error ended the process (mlx#3523), and products
+"""The oldest mlx for macOS. With older mlx, a GPU error ended the process (mlx#3523), and products
 of packed keys were wrong for some heads and lengths (mlx#3497, #3631, #4250)."""
 
 
