@@ -1,8 +1,8 @@
 """The server's batch generator: steps of the replies and, between them, chunks of prompts.
 
 A prompt waits in the queue, is computed in chunks (`prefill.py`), and joins the replies. If memory
-is short, replies are parked and computed again later. Prompts that failed in one call of the model
-are also computed again.
+is short, replies are parked and computed again later. Prompts that failed together in one call of
+the model are also computed again.
 
 Each step first decides, then acts. If several ranks compute the model, rank 0 decides for all.
 """
@@ -41,7 +41,7 @@ CLEAR_EVERY = 512
 """Freed memory is returned after this number of steps of the replies, as in stock."""
 
 LOOKS_FIRST: ContextVar[Callable[[], bool]] = ContextVar("looks_first", default=lambda: False)
-"""Returns whether the server's loop looks for requests before the next step of its generator."""
+"""A function: whether the server's loop looks for requests before the generator's next step."""
 
 logger = logging.getLogger(__name__)
 
@@ -218,7 +218,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         return list(zip(self.replies.uids, self.replies.tokens, strict=True))
 
     def _running(self) -> tuple[int, ...]:
-        """Return the numbers of running sequences; if they change, `_weigh` asks the plugin."""
+        """Return numbers about the running sequences; if one changes, `_weigh` asks the plugin."""
         n_left = sum(prefill.n_left for prefill in self.prefills.all)
         n_periods = self._n_steps // WEIGH_EVERY
         return len(self.replies), len(self.prefills.all), len(self.queue), n_left, n_periods

@@ -1,7 +1,7 @@
 """The images of a prompt: ids that identify them in every comparison of prompts.
 
 The model reads the same ids for all images of one size. Stock tells images apart by 60 bits of
-their URLs; here the first token of an image is the whole SHA-256 of its pixels (`image_ids`).
+their URLs' hash. Here an image's first token is the whole SHA-256 of its pixels (`image_ids`).
 """
 
 from __future__ import annotations

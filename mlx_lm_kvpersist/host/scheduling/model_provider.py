@@ -44,10 +44,10 @@ _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 _STRETCHES = ("linear", "dynamic")
 """Kinds of rope scaling whose factor multiplies the length in the same configuration."""
 _UNSTATED = 10**9
-"""Tokenizers without a limit have the value 1e30."""
+"""Lengths from here on mean "not stated": tokenizers without a limit have 1e30."""
 
 MOST_IN_A_ROW = 8
-"""The number of failures of one kind of step, without a success in between, that end the server."""
+"""This number of failures of one kind of step, without a success in between, ends the server."""
 _N_TRIES = 3
 _PAUSE_S = 0.1
 """Seconds between two tries: the next try may report an earlier step's error."""
@@ -129,7 +129,7 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
             raise
 
     def load(self, model_path: Any, adapter_path: Any = None, draft_model_path: Any = None) -> Any:
-        """Load as stock does; the command line's model has its adapter by default."""
+        """Load as stock does; the command line's model gets `--adapter-path` by default."""
         if model_path in ("default_model", *self._own_names) and self.cli_args.model is not None:
             model_path = self.cli_args.model
             adapter_path = adapter_path or self.cli_args.adapter_path
@@ -221,9 +221,9 @@ def loaded_name(provider: Any) -> str | None:
 def max_context(model: str, tokenizer: Any) -> int | None:
     """Return a loaded model's context length in tokens, None if its files do not state it.
 
-    model: a folder, or a repository of Hugging Face in this machine's cache. The largest of several
-    lengths counts: a wrong refusal is worse than none. A tokenizer's length does not count if it
-    is the only length, because it is often another model's.
+    model: a folder, or a repository of Hugging Face in this machine's cache. If a tokenizer's
+    length is greater, it is returned, so that no prompt is refused wrongly. A tokenizer's length
+    alone is ignored, because it is often another model's.
     """
     try:
         file: Any = Path(model) / "config.json"
@@ -268,7 +268,7 @@ class WiredLimit:
 
     mlx-lm sets a limit when its server starts, around each batch, and around a single stream. MLX
     gets no limit before a model is loaded, because the model's size decides. When its limit grows,
-    MLX also wires memory allocated before (`ResidencySet::resize`), so a late limit loses nothing.
+    MLX also wires memory allocated before (`ResidencySet::resize`), so a late limit is no loss.
     """
 
     asked_bytes = 0
@@ -298,7 +298,7 @@ class StepFailures:
     """Counts the failures of steps since the last success. Generation thread.
 
     A successful step of the replies resets all counts. A step of a prompt resets only the count of
-    prompts: otherwise the server would continue although each reply fails after its prompt.
+    prompts: otherwise the server would never end if each reply failed after its prompt.
     """
 
     def __init__(self) -> None:
@@ -353,7 +353,7 @@ class PluginCaches:
     """
 
     def __init__(self, model: Any, plugin: str, support: ModelSupport) -> None:
-        # A model in a reference cycle would keep its weights until a garbage collection.
+        # In a reference cycle, the model's weights would stay until a garbage collection.
         self._model: Any = weakref.ref(model)
         self._support = support
         self._safely = partial(manager.safely, plugin, "model_loaded")
@@ -382,7 +382,7 @@ class PluginCaches:
         return self._safely(self._support.together, tuple(caches), tuple(n_tokens))
 
     def most_taken_back(self, caches: Sequence[Any]) -> int:
-        """Return how many tokens a call may append to a batch's caches and remove again."""
+        """Return how many tokens one call may append so that they can be removed again."""
         return self._safely(lambda: int(self._support.most_taken_back(caches))) or 0
 
     def weigh(self, replies: Sequence[int], prompts: Sequence[int], n_bytes: int | None) -> bool:
@@ -401,7 +401,7 @@ class PluginPromptCache(StockPromptCache):  # type: ignore[misc]
     """A prompt cache for the batched path, where nothing catches an exception. Generation thread.
 
     An exception here, or a fetch that leaves no token to compute, ends stock's generation thread.
-    So this class catches the exceptions of plugins, and every fetch leaves at least one token.
+    So `Taken` catches the exceptions of plugins, and every fetch leaves at least one token.
     """
 
     def fetch_nearest_cache(

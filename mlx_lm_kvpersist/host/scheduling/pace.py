@@ -17,8 +17,8 @@ _USUAL_CHUNK = 512
 _LEAST_S = 1e-9
 
 _MUCH_FASTER = 8.0
-"""If the second chunk is this many times faster per token than the first, the first chunk does not
-count: CUDA compiles kernels for a minute in the first chunk of a server."""
+"""If the second chunk is this many times faster per token, the first chunk is ignored: in a
+server's first chunk, CUDA compiles kernels for a minute."""
 
 
 class _Line(NamedTuple):
@@ -52,7 +52,8 @@ class Pace:
     def learn(self, position: int, n_tokens: int, seconds: float) -> None:
         """Learn that a chunk of `n_tokens` after `position` cached tokens took `seconds`.
 
-        The first chunk of a size, or in a range of positions, may be slow: kernels are compiled.
+        The first chunk of a size, or in a range of positions, is ignored if it was much slower than
+        others: kernels were compiled.
         """
         place = position.bit_length()
         is_first = n_tokens not in self._sizes
@@ -70,9 +71,9 @@ class Pace:
     def tokens(self, position: int, seconds: float) -> int:
         """Return how many tokens can be computed in `seconds`; 0 while no chunk was measured.
 
-        The result is at most four times the length of recent chunks. Exception: if overhead takes
-        most of the time, the tokens may take as long as the overhead, without much loss. An
-        unknown position counts as twice as slow as the last measured position before it.
+        The result is at most four times the length of recent chunks. But if overhead takes most of
+        `seconds`, the tokens may take as much time as the overhead. At a position without
+        measurements, half the speed of the last measured position before it is assumed.
         """
         place = position.bit_length()
         if not self._sums:
@@ -89,10 +90,10 @@ class Pace:
         return int(max(worth_it, min(n + (seconds - s) / token_s, 4 * n)))
 
     def seconds(self, position: int, n_tokens: int) -> float | None:
-        """Return how long tokens after `position` cached tokens take if nothing else is computed.
+        """Return how long `n_tokens` after `position` take if nothing else is computed.
 
         The estimate is for chunks of the usual length. None while no chunk was measured; short
-        chunks do not count, because their time may be only overhead.
+        chunks are ignored, because their time may be only overhead.
         """
         lines = {place: self._line(place) for place in self._sums}
         places = [place for place, line in lines.items() if line.is_told_apart or line.n > _SHORT]

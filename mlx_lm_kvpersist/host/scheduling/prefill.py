@@ -1,8 +1,8 @@
 """The prompts that are being computed: their order, their chunks, and their shared calls.
 
 The prompt of a request that is served alone is computed in the same chunks, and plugins save each
-chunk. Stock would compute it in one call, and lose it if the client left. Only the last token and
-the reply are left to stock. Generation thread.
+chunk. Stock would compute the whole prompt even if the client left, and save it only after the
+reply. Stock computes only the last token and the reply. Generation thread.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ as long on an H200. Slow devices compute IDLE_CHUNK.
 """
 
 IDLE_CHUNK = 512
-"""The shortest chunk while no replies run: shorter chunks are slower on any device."""
+"""The shortest chunk while no replies run: shorter chunks are slower per token on any device."""
 
 MOST_PASSED_OVER = 3
 """After this number of chunks of other prompts, the oldest prompt is computed."""
@@ -59,7 +59,7 @@ def chunk_size(position: int, most: int) -> int:
 def peak_memory() -> Callable[[], int]:
     """Return a function that returns the peak memory since now, minus the memory in use.
 
-    This resets MLX's counter. Some models evaluate within their call, so call this before them.
+    This resets MLX's counter. Some models evaluate when they are called: call this before.
     """
     before = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -157,7 +157,7 @@ class Prefills:
         begins = _groups(ready, unready, beside=beside)
         if not unready:
             return begins, {}, None
-        # Only the oldest prompt ages, so that a short prompt does not wait for many long ones.
+        # Only the oldest prompt is chosen by age: a short prompt must not wait for many long ones.
         oldest, turn = unready[0], min(unready, key=lambda prefill: prefill.n_left)
         if oldest.passed_over >= MOST_PASSED_OVER:
             turn = oldest
@@ -171,7 +171,7 @@ class Prefills:
     ) -> dict[int, int]:
         """Return the prompts to compute, `turn` first, and how many tokens of each prompt.
 
-        If the segment of `turn` ends, other prompts whose segments end join, if the padding fits.
+        If the chunk ends the segment of `turn`, prompts whose segments also end join if they fit.
         """
         most, widest = self._most_tokens(turn, step_s), len(turn.segments[0])
         sizes = {turn.uid: min(chunk_size(len(turn.tokens), most), widest)}
@@ -258,7 +258,7 @@ class Prefills:
                 batch.extend(prefill.batch)
         for cache in batch.prompt_cache:
             if hasattr(cache, "finalize"):
-                cache.finalize()  # else each step adds to a state's padding, never evaluated
+                cache.finalize()  # else a state's padding gets an unevaluated operation per step
         return batch
 
 

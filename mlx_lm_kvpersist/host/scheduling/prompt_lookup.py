@@ -1,4 +1,4 @@
-"""Prompt-lookup decoding: a reply that repeats known text is computed several tokens in a step.
+"""Prompt-lookup decoding: a step computes several tokens of a reply that repeats known text.
 
 If the last four ids occurred before in the conversation, or a longer run occurs in stored ids,
 the ids that followed are drafts: the model checks them in one call, together with the next token.
@@ -21,11 +21,11 @@ import mlx.core as mx
 N_LAST = 4
 """If this number of last ids occurred before, the ids that followed them are drafts."""
 N_SHOWN = 16
-"""The number of last ids that a plugin gets, to return ids that may follow."""
+"""The number of last ids that a plugin gets, to return ids that may come next."""
 MOST_DRAFTED = 16
 """The largest number of drafts in one step."""
 MOST_CREDIT = 4.0
-"""The most gained steps of right drafts that are saved for later wrong drafts."""
+"""The most steps that right drafts can gain for later wrong drafts to lose."""
 PAID_OFF = 0.01
 """Each step without drafts reduces the loss of wrong drafts by this part of a step."""
 _INDEXED_AT_ONCE = 2048
@@ -60,8 +60,8 @@ class Occurrences:
 class PromptLookup:
     """Makes the steps of a single reply; some steps have several tokens. Generation thread.
 
-    Gains and losses are added up in steps, and nothing is drafted while the sum is below zero. So
-    wrong drafts cost a step or two, and `PAID_OFF` of the time, beyond the gains of right drafts.
+    Gains and losses are summed, in units of a step; nothing is drafted while the sum is negative.
+    So wrong drafts lose the gains of right drafts, a step or two, and `PAID_OFF` of the time.
     A call of the model gets at most `most_taken_back(caches)` tokens.
     """
 
@@ -105,7 +105,7 @@ class PromptLookup:
     def _ids(self, batch: Any) -> list[int]:
         """Return the next token and its drafts; nothing if no draft is known.
 
-        The device may still compute the next token: wait for it only if drafts are possible.
+        The device may still be computing the next token: wait only if drafts are possible.
         """
         (uid,), (ids,), n_most = batch.uids, batch.tokens, batch.max_tokens[0]
         n_room = self._most_taken_back(batch.prompt_cache) - 1  # only drafts are removed

@@ -190,7 +190,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _wait_s(self) -> float | None:
         """Return how many seconds to wait for a request that arrived with the first of a batch.
 
-        A thread still reads or tokenizes that request. If nobody waited, the first would run alone.
+        A thread is still reading or tokenizing it. Without a wait, the first would run alone.
         """
         if self._has_stepped or self._ranks.are_several:
             return None
@@ -224,7 +224,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _is_asked(self) -> bool:
         """Whether a request has arrived, is ready to enter, or has lost its client."""
         is_asked = self._admission.step_ended() or not self.requests.empty()
-        # Each stopped reply counts once: stock then removes it between two steps.
+        # Each stopped reply is reported once: stock then removes it between two steps.
         is_asked |= any(reply.is_stopped for reply in self._replies)
         replies = self._replies
         self._replies = [reply for reply in replies if not (reply.is_over or reply.is_stopped)]
@@ -549,7 +549,7 @@ class Continuing:
 def with_first_space(tokens: Iterable[Any], prompt: Sequence[int], tokenizer: Any) -> Iterator[Any]:
     """Yield stock's responses; the first text gets back the space that stock's detokenizer drops.
 
-    The drop is right only at the beginning of a message. prompt: the ids before the reply.
+    Dropping it is right only at the beginning of a message. prompt: the ids before the reply.
     """
     before = list(prompt[-_N_BEFORE:])
     n_chars, ids = len(tokenizer.decode(before)), list[int]()

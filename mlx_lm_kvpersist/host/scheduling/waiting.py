@@ -29,7 +29,7 @@ WEIGH_EVERY = 32
 ASK_EVERY = 8
 """Several ranks ask rank 0 after this number of steps, because they wait for its answer."""
 ARRIVING: dict[int, float] = {}
-"""The start time of each HTTP thread that reads or tokenizes a request, by its number."""
+"""When each HTTP thread began to read or to tokenize a request, by the thread's number."""
 
 
 class ReplyQueue:
