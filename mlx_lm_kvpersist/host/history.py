@@ -3,8 +3,8 @@
 Clients send the whole conversation with each request, so a message that the template refuses would
 end the conversation for good. Each kind of refusal is tested alone, with a short conversation, when
 it first matters. A conversation that the template renders is left unchanged, except for a system
-message that the template leaves out, moves, or treats as the assistant's. After such
-a message, the next turn would change the prompt or be refused.
+message that the template leaves out, moves, or treats as the assistant's. After such a message,
+the next turn would change the prompt or be refused.
 
 How a message is adapted depends only on earlier messages, so each turn only extends the prompt.
 """

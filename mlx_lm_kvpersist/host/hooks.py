@@ -296,7 +296,7 @@ class TakenRequest:
         """Save the caches of `tokens`: the computed tokens of the prompt and of its reply.
 
         In `caches`, a draft model's caches come after the main model's. All may hold fewer
-        than `tokens`, because the last token is computed together with the next.
+        tokens, because the last token is computed together with the next token.
 
         cache_type: "system" or "user" at the end of such a segment of a prompt; "prefill" after any
         other chunk of a prompt; "assistant" at the end of the reply, or when the client left;

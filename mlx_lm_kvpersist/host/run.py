@@ -198,10 +198,10 @@ def ending_cleanly(provider: Any = None, grace_s: float = GRACE_S) -> Iterator[l
     """Make SIGTERM and SIGHUP end the server as Ctrl-C does.
 
     The handler raises KeyboardInterrupt with the signal's number; stock catches it, stops listening
-    and joins the generation thread. A second signal, or `grace_s` seconds, forces the end: threads
-    that still run can prevent it. SIGHUP is not counted: if a terminal is closed, the kernel and
-    the shell send one each. The signal of a failed generation thread (`provider.fatal_error`) is
-    not counted either. Outside the main thread nothing changes. Yields the received signals.
+    and joins the generation thread. Running threads can prevent the end; a second signal, or
+    `grace_s` seconds, forces it. SIGHUP is not counted: if a terminal is closed, the kernel and the
+    shell send one each. The signal of a failed generation thread (`provider.fatal_error`) is not
+    counted either. Outside the main thread nothing changes. Yields the received signals.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():

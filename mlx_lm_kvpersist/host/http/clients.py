@@ -31,7 +31,7 @@ POLL_S = 0.01
 PROBE_AGAIN_S = 1.0
 """The pause between the first two probes of a reply. The pause doubles after each probe."""
 HEADERS_AFTER_S = 2.0
-"""Seconds until a stream gets its headers early. Before, an error can have its own status."""
+"""Seconds after which a stream gets its headers early: until then, an error can set the status."""
 KEEPALIVE_S = 10.0
 """How long a stream may be silent: clients give up after 300 s."""
 DRAIN_S = 5.0

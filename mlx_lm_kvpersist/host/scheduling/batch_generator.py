@@ -41,7 +41,7 @@ CLEAR_EVERY = 512
 """Freed memory is returned after this number of steps of the replies, as in stock."""
 
 LOOKS_FIRST: ContextVar[Callable[[], bool]] = ContextVar("looks_first", default=lambda: False)
-"""A function: whether the server's loop looks for requests before the generator's next step."""
+"""A function that tells whether the server looks for requests before the generator's next step."""
 
 logger = logging.getLogger(__name__)
 

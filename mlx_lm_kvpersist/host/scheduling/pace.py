@@ -90,7 +90,7 @@ class Pace:
         return int(max(worth_it, min(n + (seconds - s) / token_s, 4 * n)))
 
     def seconds(self, position: int, n_tokens: int) -> float | None:
-        """Return how long `n_tokens` after `position` take if nothing else is computed.
+        """Return how long `n_tokens` tokens after `position` take if nothing else is computed.
 
         The estimate is for chunks of the usual length. None while no chunk was measured; short
         chunks are ignored, because their time may be only overhead.

@@ -2,7 +2,7 @@
 
 The prompt of a request that is served alone is computed in the same chunks, and plugins save each
 chunk. Stock would compute the whole prompt even if the client left, and save it only after the
-reply. Stock computes only the last token and the reply. Generation thread.
+reply. Here stock computes only the last token and the reply. Generation thread.
 """
 
 from __future__ import annotations

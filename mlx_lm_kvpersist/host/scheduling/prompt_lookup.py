@@ -61,7 +61,7 @@ class PromptLookup:
     """Makes the steps of a single reply; some steps have several tokens. Generation thread.
 
     Gains and losses are summed, in units of a step; nothing is drafted while the sum is negative.
-    So wrong drafts lose the gains of right drafts, a step or two, and `PAID_OFF` of the time.
+    So wrong drafts can cost the gains of right drafts, a step or two, and `PAID_OFF` of the time.
     A call of the model gets at most `most_taken_back(caches)` tokens.
     """
 
