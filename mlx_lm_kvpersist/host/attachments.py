@@ -3,8 +3,8 @@
 A client sends the whole conversation with each turn. So an attachment is refused only in the newest
 question. In other messages the same line always replaces it, so the prompt stays the same.
 
-After a refusal Claude Code sends one message with the attachment, the text of the refused message,
-and the new question. If the server refused this message, too, the conversation would end.
+After a refusal Claude Code sends one message with the attachment, the text beside it, and the new
+question. If the server refused this, too, the conversation would end.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _images_moved(messages: list[Message]) -> list[Message]:
 
 
 def _question(messages: list[Message]) -> int | None:
-    """Return the index of the user's question if the conversation ends with a question.
+    """Return the index of the user's question if the conversation ends with one.
 
     A user's message after a tool's result belongs to that result: it is not a new question, and
     later turns repeat it.

@@ -6,7 +6,7 @@ it first matters. A conversation that the template renders is left unchanged, ex
 message that the template leaves out, moves, or treats as the assistant's. After such a message,
 the next turn would change the prompt or be refused.
 
-How a message is adapted depends only on earlier messages, so each turn only extends the prompt.
+How a message is adapted depends only on earlier messages, so each turn extends the prompt.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ASKED: Message = {"role": "user", "content": _MARK}
 _CALL_IDS = ("call00000", "call00001")
 _LOOK = {"name": "look", "description": "Look.", "parameters": {"type": "object"}}
 _ENDS: tuple[tuple[str, ...], ...] = ((), ("user",), ("assistant", "user"))
-"""The kinds of messages that some templates require after the tested message."""
+"""Kinds of messages that some templates require after the tested message."""
 _JOINS: dict[str, tuple[str, ...]] = {
     "system": ("system", "user", "tool"),
     "user": ("user", "tool"),
@@ -43,7 +43,7 @@ _JOINS: dict[str, tuple[str, ...]] = {
 }
 """For each kind of message, the kinds of previous messages to which it can be joined.
 
-A kind is a role. Assistant messages with one call, or with several calls, are two more kinds.
+A kind is a role. Assistant messages with one call, or with several, are two more kinds.
 """
 _CALLS = ("calls", "parallel")
 _TURNS = ("user", "assistant", *_CALLS)

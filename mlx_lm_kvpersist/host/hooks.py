@@ -296,7 +296,7 @@ class TakenRequest:
         """Save the caches of `tokens`: the computed tokens of the prompt and of its reply.
 
         In `caches`, a draft model's caches come after the main model's. All may hold fewer
-        tokens, because the last token is computed together with the next token.
+        tokens, because the last token is computed with the next token.
 
         cache_type: "system" or "user" at the end of such a segment of a prompt; "prefill" after any
         other chunk of a prompt; "assistant" at the end of the reply, or when the client left;
@@ -372,8 +372,8 @@ def expect(is_right: bool, answer: Any, expected: str) -> None:
 
 
 # The hooks, in the order in which a request meets them. All are optional. Plugins are asked in the
-# order of the command line. Only the first answer to a hook marked `firstresult` is used; without
-# an answer the server behaves as stock does.
+# order of the command line. A hook marked `firstresult` returns the first answer; without an answer
+# the server behaves as stock does.
 
 
 @hookspec

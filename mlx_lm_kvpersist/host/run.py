@@ -98,7 +98,7 @@ class PatchChecks:
 
     @hookimpl(trylast=True)
     def configure(self) -> None:
-        with alone():  # a check's test requests are not for other ranks
+        with alone():  # a check's requests are not for other ranks
             for check in self._checks:
                 check()
 

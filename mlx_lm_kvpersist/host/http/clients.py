@@ -238,7 +238,7 @@ class PluginHTTPServer(StockServer):
         self.shutdown()
 
     def _handle_request_noblock(self) -> None:
-        """Accept a connection. Signals wait: an interrupt would close the connection at once."""
+        """Accept a connection. Signals wait: an interrupt would close the connection."""
         with uninterrupted():
             super()._handle_request_noblock()  # type: ignore[misc]
 

@@ -259,7 +259,7 @@ def requests_pass_plugins(server: ModuleType) -> None:
 
 
 def taken(plugin: ProbePlugin, ids: list[int]) -> Taken:
-    """Return a request that the probe's plugin took; it has entered with the prompt `ids`."""
+    """Return a request that the probe's plugin took; it entered with the prompt `ids`."""
     prompt = hooks.Prompt(ids, [ids], ["user"])
     return Taken("probe", ProbeRequest(plugin, prompt), prompt=prompt)
 

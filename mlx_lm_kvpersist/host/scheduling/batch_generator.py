@@ -1,8 +1,8 @@
 """The server's batch generator: steps of the replies and, between them, chunks of prompts.
 
 A prompt waits in the queue, is computed in chunks (`prefill.py`), and joins the replies. If memory
-is short, replies are parked and computed again later. Prompts that failed together in one call of
-the model are also computed again.
+is short, replies are parked and computed again later. Prompts that failed together are also
+computed again.
 
 Each step first decides, then acts. If several ranks compute the model, rank 0 decides for all.
 """

@@ -44,7 +44,7 @@ _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 _STRETCHES = ("linear", "dynamic")
 """Kinds of rope scaling whose factor multiplies the length in the same configuration."""
 _UNSTATED = 10**9
-"""Lengths from this number on mean "not stated": tokenizers without a limit have 1e30."""
+"""Greater lengths mean "not stated": tokenizers without a limit have 1e30."""
 
 MOST_IN_A_ROW = 8
 """This number of failures of one kind of step, without a success in between, ends the server."""
@@ -223,7 +223,7 @@ def max_context(model: str, tokenizer: Any) -> int | None:
 
     model: a folder, or a repository of Hugging Face in this machine's cache. The greater of the
     configuration's and the tokenizer's length is returned, so that no prompt is refused wrongly. A
-    tokenizer's length alone is ignored, because it is often another model's.
+    tokenizer's length alone is ignored: it is often another model's.
     """
     try:
         file: Any = Path(model) / "config.json"

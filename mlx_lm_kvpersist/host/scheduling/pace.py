@@ -52,8 +52,8 @@ class Pace:
     def learn(self, position: int, n_tokens: int, seconds: float) -> None:
         """Learn that a chunk of `n_tokens` after `position` cached tokens took `seconds`.
 
-        The first chunk of a size, or in a range of positions, is ignored if it was much slower than
-        others: kernels were compiled.
+        The first chunk of a size, or in a range of positions, is ignored if it was much slower:
+        kernels were compiled.
         """
         place = position.bit_length()
         is_first = n_tokens not in self._sizes

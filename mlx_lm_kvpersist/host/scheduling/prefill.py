@@ -38,7 +38,7 @@ as long on an H200. Slow devices compute IDLE_CHUNK.
 """
 
 IDLE_CHUNK = 512
-"""The shortest chunk while no replies run: shorter chunks are slower per token on any device."""
+"""The shortest chunk while no replies run: shorter chunks are slower per token."""
 
 MOST_PASSED_OVER = 3
 """After this number of chunks of other prompts, the oldest prompt is computed."""
@@ -59,7 +59,7 @@ def chunk_size(position: int, most: int) -> int:
 def peak_memory() -> Callable[[], int]:
     """Return a function that returns the peak memory since now, minus the memory in use.
 
-    This resets MLX's counter. Some models evaluate when they are called: call this before.
+    This resets MLX's counter. Some models evaluate when called: call this before.
     """
     before = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -157,7 +157,7 @@ class Prefills:
         begins = _groups(ready, unready, beside=beside)
         if not unready:
             return begins, {}, None
-        # Only the oldest prompt is chosen by age: a short prompt must not wait for many long ones.
+        # Only the oldest prompt is chosen by age: a short prompt must not wait long.
         oldest, turn = unready[0], min(unready, key=lambda prefill: prefill.n_left)
         if oldest.passed_over >= MOST_PASSED_OVER:
             turn = oldest

@@ -21,7 +21,7 @@ import mlx.core as mx
 N_LAST = 4
 """If this number of last ids occurred before, the ids that followed them are drafts."""
 N_SHOWN = 16
-"""The number of last ids that a plugin gets, to return ids that may come next."""
+"""The number of last ids that a plugin gets, to return ids that may follow."""
 MOST_DRAFTED = 16
 """The largest number of drafts in one step."""
 MOST_CREDIT = 4.0
