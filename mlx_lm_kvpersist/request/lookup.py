@@ -1,9 +1,9 @@
 """From a prompt to restored caches: match the prompt, read the stored blocks, join and check them.
 
 The HTTP thread of a request makes a `Lookup` before the request is queued. The lookup matches the
-prompt with the stored text, splices stored ids into the prompt, and finds why other tokens are not
-stored. The generation thread then restores the caches. Except for MLX's copies, the work of a
-restore grows with the number of blocks, not of tokens.
+prompt with the stored text, splices stored ids into the prompt, and finds why the other tokens are
+not stored. The generation thread then restores the caches. Except for MLX's copies, the work of a
+restore grows with the number of blocks, not with the number of tokens.
 
 If the store raises an exception, the caller catches it, and the prompt is computed.
 The store verifies checksums, the lookup verifies shapes, and the canary verifies values.
@@ -42,10 +42,10 @@ MIN_TOKENS = 16
 """Computing fewer tokens is faster than restoring them, on any device."""
 
 MIN_PREFETCH_BYTES = 8 << 20
-"""Fewer bytes are not prefetched: reading them takes as long as one or two steps of replies."""
+"""Fewer bytes are not prefetched: reading them takes only one or two steps of replies."""
 
 MIN_STEPWISE_BYTES = 64 << 20
-"""Fewer bytes are joined at once: joining them takes as long as one or two steps of replies."""
+"""Fewer bytes are joined at once: joining them takes only one or two steps of replies."""
 
 MAX_MATCHED_TOKENS = 2048
 """The generation thread matches a longer prompt only by its ids, and does not splice it."""
@@ -87,7 +87,7 @@ class Reuse:
 
 @dataclass(frozen=True)
 class _Joined:
-    """Caches of `n_tokens`, of which `n_read` were not in RAM. `tier`: the slowest tier in use."""
+    """Caches of `n_tokens`, of which `n_read` were not in RAM. `tier`: the slowest tier read."""
 
     n_tokens: int = 0
     caches: list[Any] | None = None
@@ -204,10 +204,10 @@ class Lookup:
     def _point(self, lost: Collection[bytes] = (), most: int | None = None) -> RestorePoint | None:
         """Return the restore point; it is never inside an image. O(blocks).
 
-        Records with a key in `lost`, and all tokens after the first `most`, count as missing.
+        Records with a key in `lost`, and all tokens after the first `most`, are treated as missing.
         """
         stored, n_tokens = self.stored, self.stored.n_tokens if most is None else most
-        # A change of the store rarely changes the result, unless there are checkpoints.
+        # Without checkpoints, a change of the store rarely changes the restore point.
         n_changes = 0 if self.model.spec.any_prefix else self._store.n_changes
         asked = stored, n_tokens, frozenset(lost), n_changes
         if self._planned is not None and self._planned[0] == asked:
@@ -486,7 +486,7 @@ class Lookup:
 def tokens_to_reuse(
     match: Match, n_tokens: int, store: BlockStore, model: LoadedModel
 ) -> tuple[int, Reason | None]:
-    """Return `n_tokens` if restoring them is not slower than computing them; otherwise 0 and why.
+    """Return `n_tokens`, or 0 and the reason if restoring would be slower than computing.
 
     `match` diverges after these tokens. Fewer than MIN_TOKENS give 0 and no reason. O(blocks).
     """

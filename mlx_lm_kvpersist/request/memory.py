@@ -1,8 +1,9 @@
 """The account of all memory except a model's weights: caches, claims of requests, and the pool.
 
 The pool gets the memory that sequences do not use, and at least a share of the total. A request
-begins if the caches of all requests fit, with the whole prompt of each. The system reports how much
-memory is available, and the memory pressure. Generation thread, except for `parts`.
+begins if the caches of all requests fit, each with its whole prompt. The operating system reports
+the available memory and the memory pressure, which limit the account. Generation
+thread, except for `parts`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ GROWTH = 512
 MOST_PASSED = 8
 """At most this number of smaller requests may begin before an older request that waits."""
 NEEDED_ABOVE = 0.5
-"""Weights above this share of the device's recommended memory are wired (docs/mac.md)."""
+"""Weights that need more than this share of the device's recommended memory are wired
+(docs/mac.md)."""
 _RECORD_BYTES = 4096
 """The bytes of a block in RAM without its arrays: record, ids, text, entries in indexes."""
 _INDEX_BYTES = 32 << 20
@@ -189,7 +191,7 @@ class Memory:
         return fits
 
     def enters(self, claim: Claim, *, has_entered: bool = True) -> None:
-        """Count a request as begun, even without room: a request that runs alone always begins."""
+        """Record that a request begins, even if it does not fit: alone, it always begins."""
         claim.has_entered = has_entered
         if claim in self.waiting:
             self.waiting.remove(claim)

@@ -1,4 +1,4 @@
-"""The model that the server has loaded: its caches, its text, and its speed.
+"""The model that the server has loaded: its caches, the text of its tokens, and its speed.
 
 `load_model` prepares a model in some milliseconds. Generation thread.
 """
@@ -114,8 +114,9 @@ class Speed:
 class ModelOptions:
     """The options that decide how a model's prompts are computed and stored.
 
-    `with_text`: whether the text of prompts may be stored. `max_prefill_bytes` limits the memory of
-    a prompt's chunk, without model and caches. `ranks`: the processes that compute the model.
+    `with_text`: whether the text of prompts may be stored. `max_prefill_bytes` limits the memory
+    that a chunk takes besides the model and the caches. `ranks`: the processes that compute the
+    model.
     """
 
     choice: PrecisionChoice

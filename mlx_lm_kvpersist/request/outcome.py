@@ -1,8 +1,8 @@
 """How many tokens a request reused, and why no more: for replies, the log and metrics.
 
 `RequestLog` has the last requests, for people; metrics count all requests, for Prometheus.
-prometheus_client is imported when Prometheus first asks, so that neither the start nor a reply
-waits for the import. Any thread.
+prometheus_client is imported when Prometheus first asks, so the import delays neither the start nor
+a reply. Any thread.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Kind(Enum):
     """How a prompt relates to the stored conversations."""
 
     EXACT = "EXACT"
-    """All but the last token are stored."""
+    """All tokens except the last were reused."""
     EXTEND = "EXTEND"
     """The prompt continues a stored conversation, or equals its beginning."""
     DIVERGE = "DIVERGE"
@@ -59,7 +59,7 @@ class Kind(Enum):
 
 
 PENDING = "outcome=PENDING"
-"""The header's value for a stream that begins before its prompt is looked up."""
+"""The header's value for a stream whose headers are sent before its prompt is looked up."""
 COLD = "cold"
 """The tier in the outcome if nothing of the prompt is reused."""
 
@@ -228,7 +228,10 @@ def why_not_stored(
 
 
 def _begins_alike(root: Root, text: str, store: BlockStore) -> bool:
-    """Whether a text begins with MIN_ALIKE_CHARS, or all characters, of a first block of a tree."""
+    """Whether a text and a first block of a tree have the same first MIN_ALIKE_CHARS characters.
+
+    A shorter block must be the text's beginning.
+    """
     return any(
         block.text and common_prefix(block.text, text, 0) >= min(MIN_ALIKE_CHARS, len(block.text))
         for block in store.children(root.key, text)
@@ -254,7 +257,7 @@ class RequestLog:
         return record
 
     def timed(self, request_id: str, first_token_s: float | None) -> dict[str, Any] | None:
-        """Set a request's seconds from queueing to first token; return its record, None if gone."""
+        """Set a request's seconds from queueing to first token; return its record, or None."""
         for record in self._records.copy():
             if record["id"] == request_id:
                 record["first_token_s"] = first_token_s

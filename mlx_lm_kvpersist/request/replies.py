@@ -17,7 +17,7 @@ All other text is fed as rendered: the model reads every change that a client ma
 a line break at the end. The form ignores the differences that the server, the template and the
 tokenizer make:
 
-- white space at the ends of content, of reasoning and of tool calls: templates trim and write it,
+- white space at the ends of content, of reasoning and of tool calls: templates trim it or add it,
   and the server's detokenizer drops a space at either end of a reply;
 - white space around control tokens: some tokenizers drop it, such as Phi-3's;
 - the spelling of a tool call's JSON: the server parses it, and the template serialises it again;
@@ -51,7 +51,7 @@ Message = Mapping[str, Any]
 _DIGEST_BYTES = 16
 _CONTROL, _BLANK = "\ud800", "\ud801"
 """Lone surrogates, which no valid text has. In a form, _CONTROL marks control tokens, and _BLANK
-marks control tokens of white space, such as Gemma's line breaks."""
+marks control tokens that are white space, such as Gemma's line breaks."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel
 
 
 def with_ids(prompt: Prompt, ids: Sequence[int]) -> Prompt:
-    """Return the prompt with other ids; a segment that ends among changed ids joins the next."""
+    """Return the prompt with other ids; a segment whose end is among changed ids joins the next."""
     old, new = prompt.ids, tuple(ids)
     n_first, n_last = common_prefix(old, new, 0), common_prefix(old[::-1], new[::-1], 0)
     segments, types = [], []

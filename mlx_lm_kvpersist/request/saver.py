@@ -51,7 +51,7 @@ N_SAFE = 2
 """How many of the newest written checkpoints stay, because a kill loses postponed checkpoints."""
 
 MAX_BRANCHES = 4
-"""A chain also keeps the last checkpoint at or before each of this number of further forks."""
+"""At up to this number of further forks, a chain keeps the last checkpoint up to the fork."""
 
 MIN_TOKENS_BETWEEN = 16
 """A prompt's checkpoints are at least this many tokens apart, except after a temporary
@@ -68,7 +68,7 @@ class RunningSequence:
     """The tokens of a request that has entered. Generation thread.
 
     `packed_ids` are the `n_prompt` tokens of the prompt, of which the first `n_reused` were
-    restored. `chain` has the stored blocks. Its leaf gets `session`, `note` and `messages`.
+    restored. `chain` has the stored blocks. The chain's leaf gets `session`, `note` and `messages`.
     """
 
     root: Root
@@ -100,7 +100,7 @@ class RunningSequence:
 
 @dataclass(frozen=True)
 class Needed:
-    """A record to read, and its tokens [start, stop), counted from its first token.
+    """A record to read, of which tokens [start, stop) are needed, counted from its first token.
 
     `forms` are the forms of its arrays. `window` is the number of tokens that a window's layers
     see; None for a block or a state.
@@ -121,7 +121,7 @@ class CheckpointSource(BlockSource, Protocol):
     """A source of checkpoints: a store, or a conversation in the shared tier."""
 
     def checkpoints(self, blocks: Sequence[bytes]) -> Mapping[bytes, Sequence[Checkpoint]]:
-        """Return the checkpoints of these blocks, by block."""
+        """Return the checkpoints of these blocks, by the block's key."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Saver:
 
     @property
     def granule(self) -> int:
-        """Up to this many tokens may be computed again although nothing is missing."""
+        """Fewer than this many tokens may be computed again although nothing is missing."""
         return BLOCK_TOKENS if self.spec.quantized else 1
 
     def find(
@@ -156,7 +156,7 @@ class Saver:
         store: CheckpointSource,
         lost: Collection[bytes] = (),
     ) -> RestorePoint | None:
-        """Return the records to restore for a chain's first `n_tokens`; none has its key in `lost`.
+        """Return the records to restore for a chain's first `n_tokens`, none with a key in `lost`.
 
         If position `n_tokens` is inside a quantized block, an unfinished block with the same first
         tokens is used. If no such block exists, the last tokens are computed again. O(blocks).
@@ -273,7 +273,7 @@ def _is_full(block: Block) -> bool:
 
 
 def window_kind(window: int) -> str:
-    """Return the kind of the records that hold the last tokens of a block for a window."""
+    """Return the `kind` of checkpoints that have a window's tokens."""
     return f"window-{window}"
 
 
@@ -321,7 +321,7 @@ class CheckpointSaver(Saver):
         ended, before = cache_type == REPLY, sequence.chain
         if cache_type == PREFILL and len(tokens) % CHECKPOINT_EVERY:
             return
-        # Just after a temporary checkpoint, a checkpoint is saved all the same.
+        # A temporary checkpoint will be deleted, so a checkpoint may come just after it.
         is_last = before and (cache_type == PREFILL or not _is_temporary(before[-1]))
         if is_last and not ended and len(tokens) - before[-1].stop < MIN_TOKENS_BETWEEN:
             return
@@ -336,7 +336,7 @@ class CheckpointSaver(Saver):
             stored.setdefault(checkpoint.block, []).append(checkpoint)
         leaf = sequence.leaf(chain) if ended else None
         superseded = self.superseded(sequence, stored, store) if ended else ()
-        # The commit has all windows and states that the checkpoint needs, so that none is evicted.
+        # The commit names all windows and states that the checkpoint needs, so that all stay.
         at_end = self._needed_at(chain, chain[-1].stop, stored) or ()
         used = [need.record for need in at_end if isinstance(need.record, Checkpoint)]
         added = tuple(new or chain[-1:])
@@ -351,7 +351,8 @@ class CheckpointSaver(Saver):
         kill.
 
         The result is infinite if the speed is unknown, and for the first checkpoint that is not
-        temporary: other conversations share it. Temporary checkpoints count only for each other.
+        temporary, because other conversations share it. Earlier temporary checkpoints are used
+        only if the new checkpoint is temporary, too.
         """
         is_chunk = cache_type == PREFILL
         before = [
@@ -376,7 +377,8 @@ class CheckpointSaver(Saver):
     ) -> list[tuple[Checkpoint, Arrays]]:
         """Return the missing windows and state at the end of the chain.
 
-        With `at_once`, a longer window than needed counts as stored only if a lower tier has it.
+        With `at_once`, a stored window that is longer than needed must also be in a lower tier;
+        otherwise the window is missing.
         """
         n_tokens = chain[-1].stop
         new: list[tuple[Checkpoint, Arrays]] = []
@@ -412,12 +414,12 @@ class CheckpointSaver(Saver):
     ) -> list[Checkpoint]:
         """Return the `stored` windows and states to delete, because no kept checkpoint needs them.
 
-        The newest checkpoints are kept, the newest in lower tiers, and the first, which other
-        conversations share. At or before each position where another session ends or conversations
-        diverge (up to `MAX_BRANCHES` more), the last checkpoint is kept, and the last in lower
-        tiers. So a kill or an eviction costs another conversation at most `config.MAX_LOSS_S`.
-        Temporary checkpoints are kept only at these positions, or at the end. The checkpoints of
-        `_replies_left` are deleted, too.
+        The first checkpoint is kept, which other conversations share, and so are the newest, both
+        of all checkpoints and of those in lower tiers. For each end of another session, and for up
+        to `MAX_BRANCHES` more forks, the last checkpoint at or before it is kept, again both of all
+        and of those in lower tiers. So a kill or an eviction costs another conversation at most
+        `config.MAX_LOSS_S`. Temporary checkpoints are kept only at these positions, or at the
+        end. The checkpoints of `_replies_left` are deleted, too.
         """
         chain = sequence.chain
         ends, forks = store.ends(chain, sequence.session), store.forks(chain)
@@ -495,10 +497,10 @@ def _stored_window(stored: Stored, block: Block, window: int, n_tokens: int) -> 
 def _replies_left(
     chain: Sequence[Block], sequence: RunningSequence, store: BlockStore
 ) -> list[Checkpoint]:
-    """Return checkpoints of replies that branch off where this chain continued, if no turn follows.
+    """Return the checkpoints of abandoned replies: they begin where this chain continued.
 
-    Such a reply has one checkpoint, at its end. A branch of another conversation
-    has a second checkpoint, or is the end of a session.
+    No turn comes after an abandoned reply. Its only checkpoint is at its end. A branch with a
+    second checkpoint, or with a session's end, belongs to another conversation.
     """
     n_reused = sequence.n_reused
     # `n_reused` may be some tokens after the end of the last block that both chains share.
