@@ -1,9 +1,9 @@
-"""Makes `--plugin` work in `mlx_lm.server`; standard library only, since the .pth runs it.
+"""Makes `--plugin` work in `mlx_lm.server`. A .pth imports it: standard library only.
 
 `install` puts a finder in front of `sys.meta_path`. The real finders and loader still import
-`mlx_lm.server`; then its `main` is wrapped, and loads the plugins first. While mlx_lm is imported,
+`mlx_lm.server`; then its `main` is wrapped, to load the plugins first. While mlx_lm is imported,
 garbage collection is off: imports leave no garbage, and the search for it takes a tenth of the
-time. Every error ends the process with one line.
+time. Every error ends the process with a line on stderr.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TARGET = "mlx_lm.server"
 
 
 def install() -> None:
-    """Put the finder in place. In a virtual environment, two .pth files may call this."""
+    """Put the finder in place, once: in a virtual environment, two .pth files may call this."""
     if not any(isinstance(finder, ServerFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, ServerFinder())
 
@@ -68,7 +68,7 @@ def without_garbage() -> Iterator[None]:
 
 
 class ServerFinder(MetaPathFinder):
-    """Finds `mlx_lm` and `mlx_lm.server` as the other finders do, and wraps their loaders."""
+    """Finds `mlx_lm` and `mlx_lm.server` with the other finders, and wraps the modules' loaders."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

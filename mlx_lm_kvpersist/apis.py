@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 from .errors import RequestRefused
 
 Event = dict[str, Any]
-"""An event of a stream, with its name as `type` if it has one."""
+"""An event of a stream. `type` is the event's name, if it has a name."""
 
 _MAX_QUOTED = 40
 _KINDS = {dict: "an object", list: "a list", str: "text", type(None): "null", bool: "a boolean"}
@@ -41,7 +41,7 @@ class Usage(NamedTuple):
 class ReplyFormat(Protocol):
     """Makes the events of an API from the parts of one reply.
 
-    `wait` is called on the clients' thread, other methods on the HTTP thread, one at a time.
+    `wait` is called on the clients' thread, other methods on the HTTP thread; never two at once.
     """
 
     @property
@@ -73,7 +73,7 @@ class Request:
 
     `fields` has the messages and the parameters, named as in Chat Completions. `stream` says
     whether the client wants events. The model may call `tools`, even if `fields` does not show them
-    to the template; with None, every call is treated as text. `places` names each message in the
+    to the template; if None, calls are treated as text. `places` names each message in the
     client's body, such as "input[3]".
     """
 
@@ -135,7 +135,7 @@ def require_object(name: str, value: Any) -> dict[str, Any]:
 
 
 def placed_objects(name: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield objects with their places, such as "messages[3]"; refuse anything else."""
+    """Yield a list's objects with their places ("messages[3]"); refuse any other value."""
     require(isinstance(value, list), name, value, "a list of objects")
     for i, item in enumerate(value):
         yield (place := f"{name}[{i}]"), require_object(place, item)
@@ -161,7 +161,7 @@ def parts_of(content: Any) -> list[Any]:
 
 
 def text_of(content: Any) -> Any:
-    """Join parts that are all texts, as the server does; return other content unchanged."""
+    """Join parts that are all texts, as the server does. None becomes ""; other content stays."""
     if not isinstance(content, list):
         return "" if content is None else content
     texts = [block.get("text") for block in content if block.get("type") == "text"]
@@ -170,9 +170,9 @@ def text_of(content: Any) -> Any:
 
 
 def readable(value: Any) -> Any:
-    """Return JSON in which U+FFFD replaces each half of a surrogate pair.
+    """Return JSON in which U+FFFD replaces each lone half of a surrogate pair.
 
-    A client that cuts a text between two halves sends such a half, which UTF-8 cannot encode.
+    A client sends a lone half if it cuts a text inside a pair; UTF-8 cannot encode a lone half.
     """
     text = json.dumps(value, ensure_ascii=False)
     try:
@@ -195,7 +195,7 @@ def anthropic_error(status: int, message: str) -> dict[str, Any]:
 
 
 def message_of(body: bytes) -> str:
-    """Return the message in an error's body, in the form of any API; "" for anything else."""
+    """Return the message of an error's body in any API's form; "" for any other body."""
     try:
         error = json.loads(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)

@@ -1,4 +1,4 @@
-"""Blocks and their keys: a hash chain, so that a key stands for a whole prefix."""
+"""Blocks and their keys: a hash chain, so each key identifies a whole prefix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import ClassVar
 from .image_ids import ids_of, words_of
 
 KEY_BYTES = 16
-"""By accident, two different prefixes have the same key once in about 2**64 blocks."""
+"""Two of about 2**64 different prefixes are likely to have the same key by accident."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Root:
 
     @cached_property
     def key(self) -> bytes:
-        """The key above the tree's first blocks."""
+        """The parent key of the tree's first blocks."""
         digest = blake2b(digest_size=KEY_BYTES, person=b"kvpersist-root-1")
         text = "text" if self.with_text else "ids"
         for name in (self.fingerprint, self.layout, self.namespace, self.session, text):
@@ -90,7 +90,7 @@ def n_packed(packed: bytes) -> int:
 
 
 BLOCK_TOKENS = 256
-"""Tokens of a whole block."""
+"""The number of tokens of a full block."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ class Block:
 
     `parent` is the key of the block before it, or of the root. `start` is the number of tokens
     before it, `packed_ids` its token ids (see `pack_ids`), `text` the characters that become
-    complete in it, and `pending` the bytes of an incomplete character at its end. Blocks with equal
-    ids are equal: the text follows from them.
+    complete in it, and `pending` the bytes of an incomplete character at its end. Comparisons
+    ignore the text, because the ids up to the block's end determine it.
     """
 
     folder: ClassVar[str] = "blocks"
@@ -139,8 +139,8 @@ class Block:
 class Checkpoint:
     """The content of windows or recurrent layers at the end of the block with the key `block`.
 
-    It has a separate file, which may be evicted before the block's. `kind` names the content. A
-    "state" is the state of recurrent layers, with the newest tokens of quantized layers;
+    It has a separate file, which may be evicted before the block's file. `kind` names the content.
+    A "state" is the state of recurrent layers, with the newest tokens of quantized layers;
     "window-512" is the KV of layers that see 512 tokens. `n_tokens` is how many tokens at the
     block's end the checkpoint covers, 0 for a state.
     """
@@ -155,7 +155,7 @@ class Checkpoint:
     @classmethod
     def at(cls, block: bytes, kind: str, n_tokens: int) -> Checkpoint:
         """Return the checkpoint of a block. Raises OverflowError if `n_tokens` is too large."""
-        # Key and number have fixed lengths, so different checkpoints never hash the same bytes.
+        # `block` and number have fixed lengths: different checkpoints never hash the same bytes.
         content = block + kind.encode() + n_tokens.to_bytes(4, "little", signed=True)
         key = blake2b(content, digest_size=KEY_BYTES, person=b"kvpersist-ckpt-1").digest()
         return cls(key, block, kind, n_tokens)

@@ -1,6 +1,6 @@
 """The plugin's options, and defaults that depend on the device.
 
-Commands that must not import MLX use this module, so only its functions import MLX.
+Some commands must not import MLX, so this module imports MLX only inside functions.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ DEFAULT_MAX_DISK_BYTES = 64 * GIB
 LEAST_BYTES = 128 << 20
 """The least value that --kvpersist-memory accepts."""
 MAX_LOSS_S = 2.0
-"""Seconds of computing that kill -9 may cost a conversation with windows or recurrent layers: if
-computing takes longer, a checkpoint is written at once."""
+"""After kill -9, a conversation with windows or recurrent layers computes at most this number of
+seconds again: a checkpoint that takes longer to compute is written at once."""
 MIN_PREFILL_BYTES = GIB // 2
-"""A chunk of a prompt may take this much memory, or a sixteenth of the device's if more."""
+"""A chunk of a prompt may take this much memory, or a sixteenth of the device's if that is more."""
 KV_BITS = {
     "k8v4": PrecisionChoice(),
     "4": PrecisionChoice(4, 4),
@@ -63,9 +63,9 @@ class Config:
     warm: tuple[Path, ...] = ()
     """Files of prompts that are computed at the start."""
     prompt_lookup: bool = True
-    """Whether to draft the ids that followed the same last ids earlier (prompt lookup)."""
+    """Whether to draft by prompt lookup: the ids after an earlier copy of the last ids."""
     attention: Strategy | Literal["auto"] = "auto"
-    """"auto", or the strategy (see cache/live/attention.py) that every layer takes if it can."""
+    """"auto", or the strategy (see cache/live/attention.py) of every layer that supports it."""
     max_stall_s: float = 0.25
     max_prefill_bytes: int = GIB
     memory_bytes: int | None = None
@@ -215,7 +215,7 @@ class HelpAll(Action):
 
 
 def add_options(parser: ArgumentParser, *names: str) -> None:
-    """Add the named options to a parser; without names, add every option in a group."""
+    """Add the named options to a parser; without names, add all options, as one group."""
     for name in names:
         parser.add_argument(f"--kvpersist-{name}", **OPTIONS[name])
     if names:
@@ -360,7 +360,7 @@ def default_folder() -> Path:
 
 
 def device_memory_bytes() -> int:
-    """Return the memory of MLX's device, or the machine's if the device does not say."""
+    """Return the memory of MLX's device, or the machine's if the device reports none."""
     import mlx.core as mx
 
     info = mx.device_info()

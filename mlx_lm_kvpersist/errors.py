@@ -14,7 +14,7 @@ from typing import Any
 LOG_AGAIN_S = 3600.0
 """The seconds after which a kind of failure may be logged again."""
 COUNTING = Lock()
-"""Held only while counters of several threads are changed or read."""
+"""The lock of counters that several threads use; held only to change or to read counters."""
 
 _REMEDIES = {
     errno.EROFS: "mount the volume for writing, or choose another folder",
@@ -26,7 +26,7 @@ _REMEDIES = {
 
 
 def remedy(error: Exception) -> str:
-    """Return "; " and the remedy if a file cannot be written for a usual reason, otherwise ""."""
+    """Return "; " and the remedy for a usual error of writing a file, otherwise ""."""
     advice = _REMEDIES.get(getattr(error, "errno", None) or 0)
     return f"; {advice}" if advice else ""
 
@@ -103,11 +103,11 @@ class ClientGone(KVPersistError, ConnectionError):
 
 
 class NoAnswer(KVPersistError, OSError):
-    """A shared store does not answer in time, such as a folder of a lost file server."""
+    """A shared store, such as a folder on a file server, does not answer in time."""
 
 
 class IndexDamaged(KVPersistError, sqlite3.DatabaseError):
-    """SQLite can read the index of a store, but its content cannot be right."""
+    """SQLite can read a store's index, but the index's content cannot be right."""
 
 
 class StoreError(KVPersistError):

@@ -39,7 +39,7 @@ def words_of(token_id: int) -> list[int]:
 
 
 def ids_of(words: Sequence[int]) -> list[int]:
-    """Return the ids from which `words_of` made words; any ids if the words are damaged."""
+    """Return the ids from which `words_of` made words; damaged words give wrong ids."""
     ids, place = [], 0
     while place < len(words):
         n_words = 1 if words[place] >= GOES_ON else _N_WORDS

@@ -23,10 +23,10 @@ Encode = Callable[[str], list[int]]
 """Encodes text to token ids; special tokens are recognised, but none are added."""
 
 SHOWN_CHARS = 40
-"""At most this number of stored characters is shown if a prompt diverges from them."""
+"""At a divergence, at most this number of characters is shown of each text."""
 
 AHEAD = 8192
-"""Characters or bytes of a prompt that a source gets at a time: more than a block has."""
+"""Characters or bytes of a prompt that a source gets at a time: more than a block usually has."""
 
 REPLACEMENT = "\ufffd"
 """Stands for an incomplete or invalid UTF-8 sequence (Unicode 15, section 3.9)."""
@@ -59,13 +59,13 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 class TokenText:
     """The bytes of every token of a vocabulary, by token id; some ids may be unused.
 
-    Decoding is UTF-8 with replacement characters, the way a client sees a reply. The bytes at the
-    end of a sequence that wait for the rest of a character are called `pending`. Ids without known
-    bytes decode to a replacement character: ask `covers` before comparing texts.
+    Decoding is UTF-8 with replacement characters, the way a client sees a reply. The bytes of an
+    incomplete character at the end of a sequence are called `pending`. Ids without known bytes
+    decode to a replacement character: ask `covers` before comparing texts.
 
-    `image_ids` defines the text of an image. Ordinary tokens can spell this text, and the text of
-    control tokens, so texts are the same prompt only if their `controls` are equal, too. Encoding a
-    control token's text always gives the control token.
+    `image_ids` defines the text of an image. Ordinary tokens can spell this text or a control
+    token's text, so two texts are the same prompt only if their `controls` are equal, too. Encoding
+    a control token's text always gives the control token.
     """
 
     def __init__(self, pieces: Mapping[int, bytes], controls: Iterable[int] = ()) -> None:
@@ -106,7 +106,7 @@ class TokenText:
         return list(compress(count(), map(controls.__contains__, ids))) if controls else []
 
     def controls(self, ids: Sequence[int], pending: bytes = b"") -> list[tuple[int, int]]:
-        """Return (characters before it, id) of each control token and each image's first token."""
+        """Return (characters before it, id) of each control, unknown or first image token."""
         controls, n_chars, start = [], 0, 0
         for place in self.control_places(ids):
             text, pending = self.feed(ids[start : place + 1], pending)
@@ -147,7 +147,7 @@ class TokenText:
     ) -> list[tuple[int, bool]]:
         """Return for each token how many characters are complete, and whether bytes are pending.
 
-        The list ends with the first token that ends after `max_chars`.
+        The last item is of the first token that ends after `max_chars`.
         """
         decoder = _Decoder("replace")
         decoder.setstate((pending, 0))
@@ -187,7 +187,7 @@ _LATIN_1 = {
     **{byte: chr(byte if byte in _PRINTABLE else 0x100) for byte in range(0x100)},
     **{0x100 + n: chr(byte) for n, byte in enumerate(_OTHERS)},
 }
-"""Maps a stand-in character to its byte in Latin-1; no other character has such a byte."""
+"""Maps a stand-in character to its byte in Latin-1, which cannot encode the other characters."""
 
 
 def _byte_level_piece(token: str) -> bytes:
@@ -211,13 +211,13 @@ class BlockSource(Protocol):
     ) -> Sequence[Block]:
         """Return at most `limit` blocks that continue `parent`.
 
-        `ahead` is the next text, or the next packed ids, of a prompt. The result may omit blocks
-        that share less with `ahead` than other blocks do.
+        `ahead` is the next text, or the next packed ids, of a prompt. The result may omit blocks,
+        but none of those that share most with `ahead`.
         """
 
 
 def beginnings(block: Block, source: BlockSource) -> list[Block]:
-    """Return the shorter blocks below the same parent that `block` begins with."""
+    """Return the shorter blocks with the same parent whose ids are the first ids of `block`."""
     return [
         sibling
         for sibling in source.children(block.parent, block.packed_ids)
@@ -233,8 +233,8 @@ class Match:
 
     The first `n_tokens` tokens of `path` are used: the prompt's first `n_chars` characters, less
     the text of an image that is stored in part. `at_end`: nothing is stored after these tokens on
-    this branch. Otherwise the stored text agrees with the prompt for `n_agreed` characters, which
-    may be a few more than `n_chars`, and continues with `stored_next`.
+    this branch. In a match by text, the nearest stored text agrees with the prompt for `n_agreed`
+    characters, perhaps a few more than `n_chars`, and continues with `stored_next`.
     """
 
     path: tuple[Block, ...]
@@ -273,9 +273,8 @@ def match_prompt(
     """Find a prompt's longest stored prefix of whole tokens and whole images.
 
     With `tokens`, the prompt is a text; otherwise it is packed ids, and `n_chars` counts bytes.
-    `packed_ids` are the ids of the text, if `tokens` covers them all, and thus every block with the
-    same ids. The match then ends before a control token that the store or the prompt spells with
-    ordinary tokens.
+    `packed_ids` are the ids of the text; give them only if `tokens` covers them all. The match then
+    ends before a control token that the store or the prompt spells with ordinary tokens.
     """
     best, n_best, n_used = None, 0, 0
     steps = _steps(source, root, prompt, tokens, packed_ids)
@@ -322,7 +321,7 @@ def _out_of_image(match: Match, prompt: Sequence[int]) -> Match:
 
 @dataclass(frozen=True)
 class _Step:
-    """A block whose first `n_equal` characters (or bytes of ids) the prompt has at `position`.
+    """A block; its first `n_equal` characters (or bytes of ids) are the prompt's at `position`.
 
     If the block begins inside a character, `pending` has that character's first bytes. `ids_end`:
     the end of the block's packed ids, counted from the root. `has_own_ids`: whether all ids up to
@@ -345,7 +344,7 @@ def _steps(
     tokens: TokenText | None,
     packed_ids: bytes,
 ) -> list[_Step]:
-    """Return all blocks that agree with the prompt, at least in part, the longest agreement first.
+    """Return all blocks that were compared with the prompt, the longest agreement first.
 
     An index may be damaged: a block is skipped unless its start is right, and its key is the hash
     of its ids.
@@ -433,15 +432,15 @@ MAX_ALIKE = 64
 _MAX_STEPS = 64
 
 Find = Callable[[Literal[">", "<="], "str | bytes"], list[Block]]
-"""Finds the first block with greater text or ids (">"), or the last before it and equals ("<=")."""
+"""Finds the next block by text or ids (">"), or the last not after them and its equals ("<=")."""
 
 
 def nearest(ahead: str | bytes, find: Find) -> list[Block]:
     """Return the blocks whose text (or packed ids, for bytes) has most in common with `ahead`.
 
-    In sorted order these are the first block after `ahead` and the last before it. A block that is
-    a prefix of `ahead` can be further away. The last block before `ahead` then shares that prefix,
-    so the search repeats with the prefix.
+    In sorted order, these blocks are next to `ahead`; only a block that is a prefix of `ahead` can
+    be further away. The last block before `ahead` then shares that prefix, so the search repeats
+    with the prefix.
     """
     nodes = find(">", ahead)
     key = ahead
@@ -471,10 +470,10 @@ def splice(
 ) -> Splice | None:
     """Return the prompt with the matched ids in front; None if text or control tokens would change.
 
-    `text` is the decoded `prompt`. A cut in the middle of a stored branch moves back to the end of
-    a token that the prompt also has. The prompt's own ids follow. At the end of a stored branch, if
-    no token of the prompt begins there, the rest of the text is encoded again. Blocks with the same
-    ids as the prompt are not decoded.
+    `text` is the decoded `prompt`. In the middle of a stored branch, the cut moves back to the end
+    of a token that the prompt also has, and the prompt's own ids come next. At the end of a stored
+    branch, if no token of the prompt begins there, the rest of the text is encoded again. Blocks
+    with the same ids as the prompt are not decoded.
     """
     n_same = n_chars = n_nodes = 0
     for node in match.path:
@@ -504,8 +503,8 @@ def splice(
 def _ends(ids: Sequence[int], text: str, tokens: TokenText) -> Sequence[float]:
     """Return each token's end in bytes, or in characters if `text` has a replacement character.
 
-    There, a character of three bytes may stand for one invalid byte. Otherwise, counting
-    bytes takes a tenth of the time. An end inside a character counts as half a character.
+    A replacement character has three bytes, but may stand for one invalid byte. Without such
+    characters, bytes are counted, ten times as fast. An end inside a character adds 1/2.
     """
     if REPLACEMENT in text:
         return [n_chars + incomplete / 2 for n_chars, incomplete in tokens.ends(ids)]

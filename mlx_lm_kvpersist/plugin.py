@@ -34,7 +34,7 @@ from .store.records import RAM
 from .store.stored_sessions import StoredSessions
 
 JOIN_SHARE = 0.2
-"""Restoring may take this share of the longest stall, between two steps of the replies."""
+"""Between two steps of the replies, restoring may take this share of the longest stall."""
 CHUNK_SHARE = 8
 """A chunk of a prompt takes at most an eighth of the memory account."""
 
@@ -140,7 +140,7 @@ class KVPersistPlugin:
             ),
             memory.weigh,
             draft,
-            # No drafts if calls of a few rows, which check drafts, would first compile a kernel.
+            # Calls of a few rows check drafts. No drafts if such a call first compiles a kernel.
             most_taken_back if options.prompt_lookup and least_rows() == 1 else lambda caches: 0,
         )
 

@@ -37,7 +37,7 @@ _HEAD = struct.Struct("<IIqq")
 """The fields of a message: the hash of its topic and noted values, its number, its value, and the
 size of a decision in bytes."""
 _INLINE = 104
-"""The first message has this number of a decision's bytes, a second the rest."""
+"""The first message has this number of a decision's bytes; a second message has the rest."""
 PATIENCE_S = 120.0
 """A rank ends after this number of seconds without a message. No step takes as long."""
 LOADING_S = 1800.0
@@ -50,7 +50,7 @@ _LOOK_S = 1.0
 class Ranks:
     """The processes of one model; `size` is 1 if this process is alone.
 
-    All ranks call every method except `watch` in the same order, with the same `what`. If a rank
+    All ranks call all methods in the same order, with the same `what`. If a rank
     does not, all ranks end: the results would be wrong.
     """
 
@@ -74,7 +74,7 @@ class Ranks:
         return self.size > 1
 
     def all_of(self, value: int, what: str) -> list[int]:
-        """Return the value of each rank, in int64, by rank."""
+        """Return each rank's value (int64), in the order of the ranks."""
         return self.first_and_all(lambda: None, value, what)[1]
 
     def least(self, value: int, what: str) -> int:
@@ -86,7 +86,7 @@ class Ranks:
         return bool(self.least(is_so, what))
 
     def first(self, decide: Callable[[], Decision], what: str) -> Decision:
-        """Return rank 0's decision; only rank 0 calls `decide`, all ranks raise its exception."""
+        """Return rank 0's decision; only rank 0 calls `decide`; all ranks raise the exception."""
         return self.first_and_all(decide, 0, what)[0]
 
     def first_and_all(
@@ -146,8 +146,8 @@ class Ranks:
     def watch(self) -> None:
         """End this process when its parent or another rank ends. Main thread.
 
-        MLX's launcher does not end the ranks when it ends, and MLX's ring may wait for a dead rank.
-        So each rank has a connection to rank 0, which the system closes when either process ends.
+        When MLX's launcher ends, the ranks continue, and MLX's ring may wait for a dead rank. So
+        each rank connects to rank 0: the system closes the connection when either process ends.
         """
         if not self.are_several:
             return
@@ -192,7 +192,7 @@ class Ranks:
 
     def _listen(self, line: socket.socket) -> None:
         with suppress(OSError):
-            line.recv(1)  # no rank sends anything: this ends with the connection
+            line.recv(1)  # no rank sends a byte: this returns when the connection closes
         if not self.is_ending:
             end(f"rank {self.rank} ends: another rank has ended")
 
@@ -248,7 +248,7 @@ def end(why: str) -> NoReturn:
 
 
 def _address_of_rank_0() -> str:
-    """Return the address from MLX's launcher, or ""."""
+    """Return rank 0's address, from MLX's launcher, or ""."""
     named = os.environ.get("MLX_JACCL_COORDINATOR") or os.environ.get("NCCL_HOST_IP", "")
     with suppress(OSError, ValueError, LookupError, TypeError):
         named = json.loads(Path(os.environ["MLX_HOSTFILE"]).read_text(encoding="utf-8"))[0][0]

@@ -46,7 +46,7 @@ _PROMPTS = {
 }
 _CONTINUATION = [9, 8, 7, 6, 5]
 _NOISE = 0.02
-"""The error of logits (standard deviation 1.6) if float32 or TF32 sums have another order."""
+"""The error that another order of float32 or TF32 sums gives logits of standard deviation 1.6."""
 _SHARE_OF_ROUNDING = 0.5
 _AMPLIFIED = 8
 """The largest factor by which two or three layers amplify an error of their keys and values."""
@@ -58,7 +58,7 @@ Precisions = Sequence[KVPrecision | None]
 def check_round_trip(
     choice: PrecisionChoice, attention: Strategy | Literal["auto"] = "auto"
 ) -> None:
-    """Check the live path in this precision, with one strategy of attention, or the policy's.
+    """Check the live path in this precision, with one attention strategy, or the policy's choice.
 
     mlx-lm's attention must be patched. Raises SelfTestFailed if the live path is not taken or
     gives other logits, and ModelNotSupported if dequantizing is wrong on this device.
@@ -86,8 +86,8 @@ def check_round_trip(
     references = [_reference(model, sequence.ids, precisions) for sequence in sequences]
     rounding = _rounding(model, precisions, sequences[0].ids, references[0])
     for sequence, reference in zip(sequences, references, strict=True):
-        # Path and reference round equally, except for a few numbers so near to a rounding step that
-        # the order of a sum decides. Their error is a share of the rounding error.
+        # The live path and the reference round equally, except a few numbers near a rounding step:
+        # there the order of a sum decides. This error is a share of the rounding error.
         share = _SHARE_OF_ROUNDING if len(sequence.ids) > GRID else 0.0
         tolerance = _NOISE + share * rounding
         expected = reference[mx.array(list(sequence.logprobs)) - 1]
@@ -104,7 +104,7 @@ def check_round_trip(
 class _RoundedKVCache(KVCache):  # type: ignore[misc]
     """mlx-lm's own cache with all tokens twice: first rounded keys and values, then exact ones.
 
-    A query sees exact tokens in its own block of the grid, and rounded tokens before.
+    A query sees exact tokens in its own block of the grid, and rounded tokens in earlier blocks.
     """
 
     def __init__(self, precision: KVPrecision) -> None:
@@ -249,7 +249,7 @@ def _rounding(model: Any, precisions: Precisions, ids: list[int], rounded: mx.ar
     if not quantized:
         return 0.0
     exact = _reference(model, ids, [None] * len(precisions))
-    # Queries see the first block unrounded.
+    # Queries in the first block see no rounded tokens, so the first block is left out.
     rounding = float(mx.sqrt(mx.square(rounded - exact)[GRID:].mean()))
     steps = 2 ** min(min(precision.keys.bits, precision.values.bits) for precision in quantized) - 1
     expected = _AMPLIFIED * 5 / math.sqrt(12) / steps * float(mx.std(exact))

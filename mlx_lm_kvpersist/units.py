@@ -12,8 +12,8 @@ _UNITS = "KMGT"
 def parse_size(text: str) -> int:
     """Return a size in bytes: a number and a unit, K, M, G or T (powers of 1024).
 
-    A bare number means bytes, as "8B" does, and must be 0 or at least 1048576: "8" is more likely
-    a forgotten unit than eight bytes. Raises ArgumentTypeError for anything else.
+    A bare number means bytes, as "8B" does, and must be 0 or at least 1048576: in "8", the unit
+    was probably forgotten. Raises ArgumentTypeError for anything else.
     """
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d+)?)\s*([kmgt]?)(i?b)?\s*", text.lower(), re.ASCII)
     if match is None:
@@ -27,7 +27,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_days(text: str) -> float:
-    """Return an age in seconds: a number of days (14d) or hours. Raises ArgumentTypeError."""
+    """Return an age in seconds: days (14d) or hours (36h). Raises ArgumentTypeError."""
     match = re.fullmatch(r"(\d{1,9})([dh])", text.strip().lower(), re.ASCII)
     if match is None:
         raise ArgumentTypeError(f"{text!r} is not an age; write for example 14d or 36h")
@@ -35,7 +35,7 @@ def parse_days(text: str) -> float:
 
 
 def parse_file(text: str) -> Path:
-    """Return a file as an absolute path. Expands `~`, which shells keep in --option=~/file."""
+    """Return a file as an absolute path. Expands `~`, as shells do not in --option=~/file."""
     try:
         return Path(text).expanduser().absolute()
     except RuntimeError as error:
@@ -66,5 +66,5 @@ def show_bytes(n_bytes: float) -> str:
 
 
 def shortened(text: str, max_chars: int) -> str:
-    """Return a text of at most `max_chars` characters; an ellipsis ends a text that is cut."""
+    """Return a text of at most `max_chars` characters; a cut text ends with an ellipsis."""
     return text if len(text) <= max_chars else f"{text[: max_chars - 1]}…"
