@@ -1,4 +1,6 @@
-"""Makes `--plugin` work in `mlx_lm.server`. A .pth imports it: standard library only.
+"""Makes `--plugin` work in `mlx_lm.server`.
+
+A .pth file imports this module, so it needs only the standard library.
 
 `install` puts a finder in front of `sys.meta_path`. The real finders and loader still import
 `mlx_lm.server`; then its `main` is wrapped, to load the plugins first. While mlx_lm is imported,

@@ -211,8 +211,8 @@ class BlockSource(Protocol):
     ) -> Sequence[Block]:
         """Return at most `limit` blocks that continue `parent`.
 
-        `ahead` is the next text, or the next packed ids, of a prompt. The result may omit blocks,
-        but none of those that share most with `ahead`.
+        `ahead` is the next text, or the next packed ids, of a prompt. The result may omit a
+        block if another block shares as much with `ahead`, or more.
         """
 
 
@@ -432,7 +432,7 @@ MAX_ALIKE = 64
 _MAX_STEPS = 64
 
 Find = Callable[[Literal[">", "<="], "str | bytes"], list[Block]]
-"""Finds the next block by text or ids (">"), or the last not after them and its equals ("<=")."""
+"""Finds the first block after a text or ids (">"), or the last not after it and equals ("<=")."""
 
 
 def nearest(ahead: str | bytes, find: Find) -> list[Block]:

@@ -86,7 +86,7 @@ class Ranks:
         return bool(self.least(is_so, what))
 
     def first(self, decide: Callable[[], Decision], what: str) -> Decision:
-        """Return rank 0's decision; only rank 0 calls `decide`; all ranks raise the exception."""
+        """Return rank 0's decision. Only rank 0 calls `decide`; all ranks raise its exception."""
         return self.first_and_all(decide, 0, what)[0]
 
     def first_and_all(

@@ -35,7 +35,7 @@ def parse_days(text: str) -> float:
 
 
 def parse_file(text: str) -> Path:
-    """Return a file as an absolute path. Expands `~`, as shells do not in --option=~/file."""
+    """Return a file as an absolute path. Expands `~`, because shells do not in --option=~/file."""
     try:
         return Path(text).expanduser().absolute()
     except RuntimeError as error:

@@ -51,7 +51,7 @@ N_SAFE = 2
 """How many of the newest written checkpoints stay, because a kill loses postponed checkpoints."""
 
 MAX_BRANCHES = 4
-"""At up to this number of further forks, a chain keeps the last checkpoint up to the fork."""
+"""For this number of further forks, a chain also keeps the last checkpoint up to the fork."""
 
 MIN_TOKENS_BETWEEN = 16
 """A prompt's checkpoints are at least this many tokens apart, except after a temporary
@@ -414,12 +414,12 @@ class CheckpointSaver(Saver):
     ) -> list[Checkpoint]:
         """Return the `stored` windows and states to delete, because no kept checkpoint needs them.
 
-        The first checkpoint is kept, which other conversations share, and so are the newest, both
-        of all checkpoints and of those in lower tiers. For each end of another session, and for up
-        to `MAX_BRANCHES` more forks, the last checkpoint at or before it is kept, again both of all
-        and of those in lower tiers. So a kill or an eviction costs another conversation at most
-        `config.MAX_LOSS_S`. Temporary checkpoints are kept only at these positions, or at the
-        end. The checkpoints of `_replies_left` are deleted, too.
+        The first checkpoint is kept, because other conversations share it. The newest are kept, and
+        the newest in lower tiers. For each end of another session, and up to `MAX_BRANCHES` more
+        forks, the last checkpoint at or before it is kept, and the last in lower tiers. So a kill
+        or an eviction costs another conversation at most `config.MAX_LOSS_S`. Temporary checkpoints
+        are kept only at these positions, or at the end. The checkpoints of `_replies_left` are
+        deleted, too.
         """
         chain = sequence.chain
         ends, forks = store.ends(chain, sequence.session), store.forks(chain)
