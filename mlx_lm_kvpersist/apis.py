@@ -172,7 +172,7 @@ def text_of(content: Any) -> Any:
 def readable(value: Any) -> Any:
     """Return JSON in which U+FFFD replaces each lone half of a surrogate pair.
 
-    A client sends a lone half if it cuts a text inside a pair; UTF-8 cannot encode a lone half.
+    A client that cuts a text inside a pair sends such a half, which UTF-8 cannot encode.
     """
     text = json.dumps(value, ensure_ascii=False)
     try:

@@ -14,7 +14,7 @@ from typing import Any
 LOG_AGAIN_S = 3600.0
 """The seconds after which a kind of failure may be logged again."""
 COUNTING = Lock()
-"""The lock of counters that several threads use; held only to change or to read counters."""
+"""Held only while counters of several threads are changed or read."""
 
 _REMEDIES = {
     errno.EROFS: "mount the volume for writing, or choose another folder",

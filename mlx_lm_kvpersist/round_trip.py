@@ -249,7 +249,7 @@ def _rounding(model: Any, precisions: Precisions, ids: list[int], rounded: mx.ar
     if not quantized:
         return 0.0
     exact = _reference(model, ids, [None] * len(precisions))
-    # Queries in the first block see no rounded tokens, so the first block is left out.
+    # Queries in the first block see no rounded tokens.
     rounding = float(mx.sqrt(mx.square(rounded - exact)[GRID:].mean()))
     steps = 2 ** min(min(precision.keys.bits, precision.values.bits) for precision in quantized) - 1
     expected = _AMPLIFIED * 5 / math.sqrt(12) / steps * float(mx.std(exact))

@@ -1,9 +1,8 @@
 """The account of all memory except a model's weights: caches, claims of requests, and the pool.
 
 The pool gets the memory that sequences do not use, and at least a share of the total. A request
-begins if the caches of all requests fit, each with its whole prompt. The operating system reports
-the available memory and the memory pressure, which limit the account. Generation
-thread, except for `parts`.
+begins if the caches of all requests fit, each with its whole prompt. The available memory and the
+memory pressure limit the account. Generation thread, except for `parts`.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ GROWTH = 512
 MOST_PASSED = 8
 """At most this number of smaller requests may begin before an older request that waits."""
 NEEDED_ABOVE = 0.5
-"""Weights that need more than this share of the device's recommended memory are wired
-(docs/mac.md)."""
+"""Weights above this share of the device's recommended memory are wired (docs/mac.md)."""
 _RECORD_BYTES = 4096
 """The bytes of a block in RAM without its arrays: record, ids, text, entries in indexes."""
 _INDEX_BYTES = 32 << 20

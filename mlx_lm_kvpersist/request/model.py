@@ -115,8 +115,7 @@ class ModelOptions:
     """The options that decide how a model's prompts are computed and stored.
 
     `with_text`: whether the text of prompts may be stored. `max_prefill_bytes` limits the memory
-    that a chunk takes besides the model and the caches. `ranks`: the processes that compute the
-    model.
+    that a chunk takes besides model and caches. `ranks`: the processes that compute the model.
     """
 
     choice: PrecisionChoice

@@ -228,10 +228,7 @@ def why_not_stored(
 
 
 def _begins_alike(root: Root, text: str, store: BlockStore) -> bool:
-    """Whether a text and a first block of a tree have the same first MIN_ALIKE_CHARS characters.
-
-    A shorter block must be the text's beginning.
-    """
+    """Whether a text begins as a tree's first block does: MIN_ALIKE_CHARS, or the whole block."""
     return any(
         block.text and common_prefix(block.text, text, 0) >= min(MIN_ALIKE_CHARS, len(block.text))
         for block in store.children(root.key, text)

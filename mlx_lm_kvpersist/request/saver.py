@@ -121,7 +121,7 @@ class CheckpointSource(BlockSource, Protocol):
     """A source of checkpoints: a store, or a conversation in the shared tier."""
 
     def checkpoints(self, blocks: Sequence[bytes]) -> Mapping[bytes, Sequence[Checkpoint]]:
-        """Return the checkpoints of these blocks, by the block's key."""
+        """Return the checkpoints of these blocks, by block."""
 
 
 @dataclass(frozen=True)
@@ -377,8 +377,7 @@ class CheckpointSaver(Saver):
     ) -> list[tuple[Checkpoint, Arrays]]:
         """Return the missing windows and state at the end of the chain.
 
-        With `at_once`, a stored window that is longer than needed must also be in a lower tier;
-        otherwise the window is missing.
+        With `at_once`, a stored window that is longer than needed must be in a lower tier.
         """
         n_tokens = chain[-1].stop
         new: list[tuple[Checkpoint, Arrays]] = []
@@ -500,7 +499,7 @@ def _replies_left(
     """Return the checkpoints of abandoned replies: they begin where this chain continued.
 
     No turn comes after an abandoned reply. Its only checkpoint is at its end. A branch with a
-    second checkpoint, or with a session's end, belongs to another conversation.
+    second checkpoint or a session's end is another conversation.
     """
     n_reused = sequence.n_reused
     # `n_reused` may be some tokens after the end of the last block that both chains share.
