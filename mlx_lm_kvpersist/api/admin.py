@@ -1,4 +1,4 @@
-"""The operator's routes and page, for programs that run on the server's machine or have its key."""
+"""The operator's routes and page, for programs on the server's machine or with the server's key."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PROXY_HEADERS = {
     *("forwarded", "via", "x-real-ip", "x-client-ip", "true-client-ip", "cf-connecting-ip"),
     "tailscale-user-login",
 }
-"""Headers that proxies add; every header that begins with X-Forwarded- counts, too."""
+"""Headers that proxies add, besides all headers that begin with X-Forwarded-."""
 _PAGE = Path(__file__).with_name("page.html")
 _ROOT_TEXT = b"The API of this server is at /v1, such as POST /v1/chat/completions.\n"
 _INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
@@ -53,9 +53,9 @@ class Answer(NamedTuple):
 
 
 def answering(answer: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """Return a route's function, which sends the result of `answer` or its refusal.
+    """Return a route's function, which sends the result of `answer`, or its RequestRefused.
 
-    answer: takes the HTTP handler; returns an Answer, only its content, or None if it has replied.
+    answer: takes the HTTP handler; returns an Answer or its content, or None if it has replied.
     """
 
     def handle(handler: Any) -> None:
@@ -87,9 +87,9 @@ def send(handler: Any, answer: Answer) -> None:
 def operator_route(answer: Callable[[Any], Any], key: str | None) -> Callable[[Any], None]:
     """Return a route's function, like `answering`, but only for requests of operators.
 
-    If there is a `key`, every request must have it, and may come from anywhere. If not, only
-    programs on the server's own machine may ask. A browser there also shows pages of other sites
-    and servers: such a page may not change anything by a POST.
+    With a `key`, every request must have the key and may come from anywhere. Without a key, only
+    programs on the server's own machine may send requests. A browser on that machine also shows
+    pages of other sites; their POST requests are refused.
     """
 
     def checked(handler: Any) -> Any:
@@ -118,8 +118,8 @@ def operator_change(
 def check_operator(handler: Any, key: str | None) -> None:
     """Refuse a request that is not the operator's; see `operator_route`.
 
-    This machine's address proves nothing: a proxy here has it, and so has a browser with a hostile
-    page whose name resolves to this machine. The headers reveal both cases.
+    This machine's address proves nothing: a proxy on this machine may forward the request, or a
+    browser may show a hostile page whose name resolves to this machine. Headers reveal both cases.
     """
     address, headers = handler.client_address[0], handler.headers
     if key is not None:
@@ -153,7 +153,7 @@ def _has_key(headers: Message, key: str | None) -> bool:
 
 
 def check_site(headers: Message, key: str | None) -> None:
-    """Refuse a browser's request from a page of another server, unless it has the server's key."""
+    """Refuse a browser's request from a page of another server, unless it has this server's key."""
     if _has_key(headers, key):
         return
     origin, site = headers.get("Origin"), headers.get("Sec-Fetch-Site", "same-origin")
@@ -239,7 +239,7 @@ def session_changes(
     *,
     with_text: bool,
 ) -> dict[str, Callable[[dict[str, Any]], Any]]:
-    """Return functions by path; by a request's body, they select, change or export sessions.
+    """Return functions by path: each selects, changes or exports the sessions that a body names.
 
     sessions: returns the store's `StoredSessions`. forget: see `AgentsAPI`. with_text: whether the
     first words of conversations are searched, too.

@@ -53,7 +53,7 @@ Call = Callable[[Any, Body], Any]
 
 @dataclass
 class Agent:
-    """`beginning` has the fields of a chat completion that each request to the agent gets."""
+    """`beginning` has the chat completion fields that are added to each request to the agent."""
 
     id: str
     namespace: str
@@ -73,7 +73,7 @@ class Service:
 
     sessions: returns the store's `StoredSessions`, or raises RequestRefused. key: the operator's.
     by_key: whether each API key has a separate namespace. refusal: returns why the loaded model's
-    cache is not supported, "" if it is.
+    cache is not supported, or "" if it is supported.
     """
 
     sessions: Callable[[], Any]
@@ -86,7 +86,7 @@ class Service:
 
 
 def name_session(headers: Headers, name: str) -> None:
-    """Give a request this session name, in place of its client's."""
+    """Give a request this session name instead of the name that the client sent."""
     del headers["X-Session-ID"]
     headers["X-Session-ID"] = name
 
@@ -242,7 +242,7 @@ class AgentsAPI:
         return {**fields, "messages": len(agent.beginning["messages"]), **stored}
 
     def _check_operator(self, handler: Any, *, everywhere: bool = False) -> None:
-        """Refuse all but the operator's requests; unless `everywhere`, a namespace suffices."""
+        """Allow only the operator and, unless `everywhere`, requests that name a namespace."""
         if handler.command != "GET":
             check_site(handler.headers, self._service.key)
         if not everywhere and names_namespace(handler.headers, by_key=self._service.by_key):
@@ -251,7 +251,7 @@ class AgentsAPI:
 
     @contextmanager
     def _running(self, headers: Headers, agent: Agent) -> Iterator[None]:
-        """Give a request the agent's session; nobody can delete the agent inside the block."""
+        """Give a request the agent's session; nobody can delete the agent in the `with` block."""
         name_session(headers, agent.session)
         with self._lock:
             if self._agents.get((agent.namespace, agent.id)) is not agent:
@@ -359,7 +359,7 @@ def chat_body_of(content: Any, headers: Headers) -> Body:
         body = ResponsesAPI().parse(body, headers).fields
     elif is_anthropic:
         body = MessagesAPI().parse(body, headers).fields
-    body.pop("max_completion_tokens", None)  # it would override the requested limit of one token
+    body.pop("max_completion_tokens", None)  # it would override the limit of one token
     return {**body, "model": "default_model"}
 
 

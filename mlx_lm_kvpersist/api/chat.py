@@ -1,4 +1,4 @@
-"""Shared by Messages and Responses: requests in terms of Chat Completions, parts of replies."""
+"""Shared by Messages and Responses: parts of chat completion requests, and parts of replies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_DEPTH = 6
 
 
 def max_tokens(name: str, n: Any) -> int:
-    """Return a client's limit of tokens, moved into stock's range."""
+    """Return a client's limit of tokens, clamped to stock's range."""
     require(isinstance(n, int) and not isinstance(n, bool), name, n, "an integer")
     return min(max(int(n), 1), _MAX_TOKENS)
 
@@ -31,7 +31,7 @@ def is_stream(body: Mapping[str, Any]) -> bool:
 
 
 def function(place: str, name: str, tool: Mapping[str, Any], parameters: str) -> dict[str, Any]:
-    """Return a tool in a chat completion's form; `parameters` names the field with its schema."""
+    """Return a tool in a chat completion's form; `parameters` names the field with the schema."""
     signature: dict[str, Any] = {"name": name}
     if tool.get("description") is not None:
         signature["description"] = require_text(f"{place}.description", tool["description"])
@@ -40,10 +40,11 @@ def function(place: str, name: str, tool: Mapping[str, Any], parameters: str) ->
 
 
 def append(messages: list[tuple[str, Message]], place: str, message: Message) -> None:
-    """Append a message, with its place in the body, or join it to a last message of the same role.
+    """Append a message, with its place in the body, or join it to the last if that has its role.
 
-    Anthropic's API reads consecutive messages of a role as one. A text after tool calls stays a
-    separate message, and so does an image: only the newest message is refused for its images.
+    Anthropic's API reads consecutive messages of a role as one. Text after tool calls stays a
+    separate message. So does an image: if the model cannot read images, a request is refused
+    only for images in the newest message.
     """
     last = messages[-1][1] if messages else {}
     is_more = message["role"] in ("user", "assistant") and last.get("role") == message["role"]
@@ -79,7 +80,7 @@ def unread_part(kind: Any, media_type: Any = None, filename: Any = None) -> Part
 def readable(value: Any, depth: int = 0) -> str:
     """Return the text in a block of an unknown kind, "" if it has no text.
 
-    Clients also send back blocks from other servers: no block may end the conversation.
+    Clients also send back blocks from other servers, which must not end the conversation.
     """
     if isinstance(value, str):
         return value
@@ -106,7 +107,7 @@ class ReplyParts(ABC):
         self._pieces: list[str] = []
         """The text of the open part."""
         self._held: tuple[Kind, str] = ("text", "")
-        """White space, and the kind of part that begins with it, if such a part follows."""
+        """The kind and the white space of a part that has no other text yet."""
         self._texts: list[str] = []
 
     @property

@@ -42,8 +42,8 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 class MessagesAPI:
     """Parses requests to Messages, and makes error replies to them.
 
-    Tools with `defer_loading` are not in the list of tools before all messages. Such a tool is
-    rendered at the tool result that refers to the tool.
+    A tool with `defer_loading` is not in the list of tools. Its definition is rendered in the tool
+    result that refers to it.
     """
 
     refuses_in_stream = False
@@ -174,7 +174,7 @@ def _user(name: str, content: Any, tools: Mapping[str, Any]) -> Iterator[Message
 
 
 def _result(name: str, content: Any, tools: Mapping[str, Any]) -> list[Part]:
-    """Return the parts of a tool's result; a reference to a tool becomes its definition."""
+    """Return the parts of a tool's result; a reference to a tool becomes the tool's definition."""
     read: list[Part] = []
     for place, block in _blocks(name, content):
         if block.get("type") == "tool_reference":
@@ -228,7 +228,7 @@ def _document(name: str, block: Mapping[str, Any], source: Mapping[str, Any]) ->
 
 
 def _marks_cache(body: Mapping[str, Any]) -> bool:
-    """Tell whether a client uses `cache_control`; it then expects the number of written tokens."""
+    """Tell whether a client uses `cache_control`, and so expects the number of tokens written."""
     messages, system, tools = (body.get(name) for name in ("messages", "system", "tools"))
     contents = [message.get("content") for message in messages or ()]
     blocks = [
@@ -282,7 +282,7 @@ class MessagesReply(ReplyParts):
     def _usage(self, n_prompt: int, n_cached: int, n_new: int) -> dict[str, int]:
         """Return the counts; the three counts of prompt tokens add up to `n_prompt`.
 
-        Without `cache_control` in the request, `input_tokens` counts all computed tokens.
+        Without `cache_control`, or if nothing may be stored, `input_tokens` is the computed tokens.
         """
         n_computed = n_prompt - n_cached
         return {
@@ -300,7 +300,7 @@ class MessagesReply(ReplyParts):
         yield self._of_block("delta", delta={"type": f"{kind}_delta", kind: text})
 
     def end_part(self, kind: Kind, text: str) -> Iterator[Event]:
-        """End a block. Thinking gets a signature, without which clients do not send it back."""
+        """End a block. Thinking gets a signature: clients send back only signed thinking."""
         self.items[-1][kind] = text
         if kind == "thinking":
             digest = blake2b(text.encode("utf-8", "replace"), digest_size=16)

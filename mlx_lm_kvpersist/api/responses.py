@@ -24,12 +24,12 @@ from .session_keys import is_kept
 RESPONSES_PATH = "/v1/responses"
 
 _USUAL_TOKENS = 32_768
-"""The limit if a request has none; agents send none. Stock's 512 would cut off a written file."""
+"""The limit for requests without one, such as agents'. Stock's 512 tokens would cut off a file."""
 _PASSED_ON = ("model", "temperature", "top_p", "prompt_cache_key", "metadata")
 _STATEFUL = ("previous_response_id", "conversation", "background", "prompt")
 _ROLES = ("user", "assistant", "system", "developer")
 REASONING_PREFIX = "kvpersist:"
-"""Begins `encrypted_content`; base64 of the reasoning follows."""
+"""The beginning of `encrypted_content`, before the reasoning in base64."""
 _ENCRYPTED = "reasoning.encrypted_content"
 _TEXTS = {"thinking": "reasoning_text", "text": "output_text"}
 _ECHOED: dict[str, Any] = {
@@ -213,7 +213,7 @@ def _add_to_turn(message: Message, place: str, item: Mapping[str, Any]) -> None:
 
 
 def _reasoning(place: str, item: Mapping[str, Any]) -> str:
-    """Return an item's reasoning; a summary is not reasoning.
+    """Return an item's reasoning; its summary is ignored.
 
     Clients that do not keep the content send back `encrypted_content`, which is the text in base64.
     """

@@ -44,7 +44,7 @@ def _claude_code(headers: Message, body: Mapping[str, Any]) -> str | None:
 
 
 def _codex(headers: Message, body: Mapping[str, Any]) -> str | None:
-    """Codex's header names are too common to be trusted from other clients."""
+    """Read the headers only of Codex: other clients may use such common names for other things."""
     agent = f"{headers.get('User-Agent', '')} {headers.get('originator', '')}".lower()
     if "codex" not in agent:
         return None
@@ -105,7 +105,7 @@ def note(headers: Message, messages: Iterable[Mapping[str, Any]]) -> dict[str, s
         text, start = "\n".join(_text(block.get("text")) or "" for block in contents), 0
         while tagged := _TAGGED.match(text, start):
             start = tagged.end()
-        # A text of this number of characters has no more words.
+        # `_WORDS_CHARS` characters cannot have more than this number of words.
         if words := " ".join(text[start:].split(maxsplit=_WORDS_CHARS)):
             return {**labels, "words": shortened(words, _WORDS_CHARS)}
     return labels
@@ -164,12 +164,12 @@ def short_name(name: str) -> str:
 
 
 def normalise(messages: Messages, tools: Any) -> None:
-    """Normalise messages and tools, in place. Tools that are not a list stay.
+    """Normalise messages and tools, in place. Tools that are not a list do not change.
 
     Claude Code's billing line, the first block or line of the first system message, is removed. The
     same words in any other place are the user's text and stay. Content that is a single text part
-    becomes a string: clients use either form. Reasoning gets both of its names: stock sends one
-    name, most templates read the other.
+    becomes a string: clients use either form. Reasoning is given under both of its names: stock
+    sends one name, most templates read the other.
     """
     match messages[:1]:
         case [{"role": "system", "content": str(text)}] if text.startswith(BILLING_PREFIX):
@@ -190,7 +190,7 @@ def normalise(messages: Messages, tools: Any) -> None:
 def _drop_cache_control(items: Iterable[Any]) -> None:
     """Drop `cache_control` from messages, their parts and tools: clients move it every turn.
 
-    The field stays inside a tool's own schema or arguments, which the API does not define.
+    A field of this name in a tool's schema or arguments stays, because the client defines it.
     """
     for item in items:
         if isinstance(item, dict):
