@@ -282,7 +282,7 @@ class MessagesReply(ReplyParts):
     def _usage(self, n_prompt: int, n_cached: int, n_new: int) -> dict[str, int]:
         """Return the counts; the three counts of prompt tokens add up to `n_prompt`.
 
-        Without `cache_control`, or if nothing may be stored, `input_tokens` is the computed tokens.
+        `input_tokens` counts computed tokens without `cache_control`, or if nothing may be stored.
         """
         n_computed = n_prompt - n_cached
         return {

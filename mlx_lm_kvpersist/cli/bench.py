@@ -43,9 +43,9 @@ _QUESTIONS = {
 _REPLY_TOKENS = {COLD: 16, HOT: 64, RESTARTED: 16}
 _CONVERSATIONS = 3
 _WORTH_REPEATING = 2048
-"""Up to this number of tokens, longer prompts are more useful than more conversations."""
+"""Prompts are lengthened to this number of tokens before conversations are added."""
 _SLACK = 1.3
-"""A factor of time: long prompts compute fewer tokens a second than the measured prompt."""
+"""A factor for the planned time: long prompts are computed at fewer tokens a second."""
 _SELF_TEST_S, _LONG_PROBE_S = 5.0, 0.5
 
 
@@ -85,7 +85,7 @@ class StockSpeed:
 
 
 def measured(model: str, folder: Path, minutes: float) -> dict[str, Any]:
-    """Measure a model's folder; return the results as JSON. The servers log into `folder`.
+    """Measure a model; return the results for JSON. The servers log into `folder`.
 
     Raises KVPersistError if a server fails or the time is too short.
     """
@@ -151,14 +151,14 @@ def _speed(server: StartedServer) -> StockSpeed:
 
 
 def plan(model: str, speed: StockSpeed, limit_s: float, spent_s: float) -> tuple[int, int]:
-    """Return the number of tokens of the prompts, and the number of conversations.
+    """Return the number of tokens of each prompt, and the number of conversations.
 
     Raises KVPersistError if no run fits into `limit_s`, of which `spent_s` have passed.
     """
     room = max_context(model, None) or LENGTHS[-1]
     lengths = [n for n in LENGTHS if n + 512 <= room]
     reply_s = 2 * sum(_REPLY_TOKENS.values()) / speed.reply_tokens_per_s
-    spent_s += 3 * speed.load_s + 2 * _SELF_TEST_S  # the starts that follow
+    spent_s += 3 * speed.load_s + 2 * _SELF_TEST_S  # the starts still to come
 
     def needed_s(n_tokens: int, n_conversations: int) -> float:
         # Stock computes the prompt twice, the plugin once.
@@ -229,7 +229,7 @@ def measured_conditions(name: str, path: Path) -> dict[str, Any]:
 
 
 def fetched(model: str) -> Path:
-    """Return a model's folder; download it as the server would. Raises ConfigError."""
+    """Return a model's folder; download the model as the server would. Raises ConfigError."""
     check_model_name(model)
     if Path(model).exists():
         return Path(model)

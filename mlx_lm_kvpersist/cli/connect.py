@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def context_of(url: str) -> int | None:
-    """Return how many tokens the model of a running server takes; print why if that is unknown."""
+    """Return a running server's context length in tokens; if it is unknown, print why."""
     try:
         models = ask(url, "/v1/models")["data"]
         return next(int(entry["max_model_len"]) for entry in models if "max_model_len" in entry)
@@ -107,7 +107,7 @@ def context_of(url: str) -> int | None:
             f"--port {urlsplit(url).port or 80} --model ...`, and connect again: the client then "
             "knows the model's context length.\n"
         )
-    except (KeyError, TypeError, ValueError, StopIteration):  # of another program's server
+    except (KeyError, TypeError, ValueError, StopIteration):  # the server is another program's
         print(f"The server at {url} states no context length, so the client does not know it.\n")
     return None
 
@@ -147,8 +147,8 @@ def undo(name: str) -> None:
 def _undone(path: Path, record: Mapping[str, Any]) -> str | None:
     """Return the content of a file without the change that `connect` made.
 
-    Later changes by other programs stay. Returns None if the file did not exist. Raises ValueError
-    if the former content is not known.
+    Later changes by other programs stay. Returns None if the file did not exist before. Raises
+    ValueError if the former content is not known.
     """
     before: str | None = record["before"]
     after: str = record["after"]
@@ -257,14 +257,14 @@ def _text(settings: Settings, before: str) -> str:
 
 
 def _in_json(table: Mapping[str, Any], like: str) -> str:
-    """Return a table as JSON, in the style of a text."""
+    """Return a table as JSON, in the style of the text `like`."""
     indented = re.search(r"^([ \t]+)\S", like, re.MULTILINE)
     text = _expanded(table, like, "\n", indented[1] if indented else "  ")
     return _with_line_ends(f"{text}\n", like)
 
 
 def _expanded(value: Any, like: str, line: str, indent: str) -> str:
-    """Return a value as JSON of several lines, except for a part that `like` has on one line.
+    """Return a value as JSON of several lines; a part on one line in `like` stays so.
 
     line: a line break and the indentation of the value's own line.
     """
@@ -282,9 +282,9 @@ def _expanded(value: Any, like: str, line: str, indent: str) -> str:
 
 
 def _tables(toml: str) -> dict[tuple[str, int], dict[tuple[str, int], str]]:
-    """Return the lines of a TOML text: by their table's line ("" for the top), then by their key.
+    """Return the lines of a TOML text by table header ("" for the top), then by key.
 
-    Keys and table lines are numbered: comments, blank lines and arrays of tables repeat.
+    Headers and keys are numbered, because arrays of tables, comments and blank lines repeat.
     """
     lines: dict[tuple[str, int], str] = {}
     tables = {("", 0): lines}
@@ -302,20 +302,20 @@ def _numbered(name: str, known: Collection[tuple[str, int]]) -> tuple[str, int]:
 
 
 def _in_toml(tables: Mapping[tuple[str, int], Mapping[Any, str]], like: str) -> str:
-    """Return a TOML text of tables, with the line ends of another text."""
+    """Return a TOML text of tables, with the line ends of the text `like`."""
     lines = [line for (header, _), table in tables.items() for line in (header, *table.values())]
     return _with_line_ends("".join(f"{line}\n" for line in lines[1:]), like)
 
 
 def _with_line_ends(text: str, like: str) -> str:
-    """Return a text with the line ends of another text."""
+    """Return a text with the line ends of the text `like`."""
     if like.strip() and not like.endswith("\n"):
         text = text.removesuffix("\n")
     return text.replace("\n", "\r\n") if "\r\n" in like else text
 
 
 def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object's entries. Raises ValueError if an entry would be lost."""
+    """Return a JSON object's entries. Raises ValueError if a key exists twice."""
     table = dict(pairs)
     if len(table) < len(pairs):
         keys = ", ".join(json.dumps(key) for key, _ in pairs)
@@ -361,7 +361,7 @@ def claude(url: str, n_context: int | None) -> Client:
 
 
 def codex(url: str, n_context: int | None) -> Client:
-    """Since 0.162, a profile's file overrides Codex's own configuration."""
+    """Since Codex 0.162, a profile's file overrides the other configuration."""
     window = f"model_context_window = {n_context}\n" if n_context else ""
     settings = (
         f'model = "{_MODEL}"\nmodel_provider = "{_NAME}"\n{window}'

@@ -41,7 +41,7 @@ PORT = 8080
 
 @dataclass(frozen=True)
 class Finding:
-    """One check: the finding, and what to do if it stops the plugin or slows it down."""
+    """The result of a check, and what to do if the plugin does not work or is slow."""
 
     name: str
     passed: bool
@@ -50,7 +50,7 @@ class Finding:
 
 
 def tried(name: str, check: Callable[[], str | None], advice: str = "") -> Finding:
-    """Run a check. It returns its result, None for "works"; if it raises, `advice` is given."""
+    """Run a check; the result None means "works". If it raises, the finding has `advice`."""
     try:
         result = check() or "works"
     except KVPersistError as error:
@@ -140,7 +140,7 @@ def script() -> Finding:
 
 
 def store(folder: Path, key: Path | None = None) -> Finding:
-    """Check that the server can use a folder, as `store stats` does; `key` is its key file."""
+    """Check with `store stats` that the server can use a folder; `key` is the store's key file."""
     existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not os.access(existing, os.W_OK | os.X_OK):
         advice = "choose a folder of your own with --kvpersist-dir"
@@ -166,7 +166,7 @@ def store(folder: Path, key: Path | None = None) -> Finding:
 
 
 def running(start: str) -> tuple[Finding, str]:
-    """Check who answers at the default port; also return the next command (`start` or connect)."""
+    """Check what answers at the default port; also return the next command (`start` or connect)."""
     name, url = f"port {PORT}", f"http://127.0.0.1:{PORT}"
     start = f"{start} --model mlx-community/Qwen3-8B-4bit"
     try:

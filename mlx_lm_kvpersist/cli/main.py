@@ -39,7 +39,7 @@ class CommandParser(argparse.ArgumentParser):
     """A parser whose errors suggest a command or an option.
 
     `commands` has the parsers of a group's commands by name; it is empty for a command. The epilog
-    is an example, which follows the help and each error.
+    is an example, printed after the help and after an error for missing arguments.
     """
 
     commands: Mapping[str, CommandParser] = MappingProxyType({})
@@ -50,7 +50,7 @@ class CommandParser(argparse.ArgumentParser):
         super().error(with_nearest(message, self._option_string_actions) + example)
 
     def check_command(self, words: Sequence[str]) -> None:
-        """If `words` do not begin with a command, end the process with the most similar command."""
+        """If `words` do not begin with a command, suggest the most similar and end the process."""
         parser = self
         for depth, word in enumerate(words):
             if not parser.commands or word.startswith("-"):
@@ -62,7 +62,7 @@ class CommandParser(argparse.ArgumentParser):
             parser = parser.commands[word]
 
     def _nearest(self, words: Sequence[str], depth: int) -> str:
-        """Return the command most like `words`, the first `depth` of which name a group; or ""."""
+        """Return the command most like `words`, or "". The first `depth` words name a group."""
         names = [*self.commands]
         for outer, parser in self.commands.items():
             names += [f"{outer} {name}" for name in parser.commands]
@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _imported(module: str) -> ModuleType:
-    """Import the module of a command. Raises UnsupportedVersion if mlx-lm lacks what it needs."""
+    """Import the module of a command. Raises UnsupportedVersion if mlx-lm lacks an import."""
     try:
         return importlib.import_module(f"{__package__}.{module}")
     except ImportError:

@@ -19,9 +19,9 @@ from ..store.records import StoreLimits
 
 
 def folders_of(args: argparse.Namespace) -> list[Path]:
-    """Return the folder that the options name, or the folders in it that several ranks have made.
+    """Return the stores' folders: the folder that the options name, those of ranks in it, or both.
 
-    The folder need not exist. The `args` of the other functions name one folder.
+    The folder need not exist. In the other functions, `args` names one store's folder.
     """
     if "kvpersist_dir" not in args:
         return [Path()]  # for a command without a store
@@ -32,7 +32,7 @@ def folders_of(args: argparse.Namespace) -> list[Path]:
 
 
 def existing(args: argparse.Namespace) -> OwnFiles:
-    """Return the files of the folder that the options name, without a change.
+    """Return the files of the folder that the options name; change nothing.
 
     Raises StoreError unless the folder holds a store of this key, with or without an index.
     """
@@ -78,7 +78,7 @@ def reading(args: argparse.Namespace, *, check_all: bool = False) -> Iterator[In
 
 @contextmanager
 def changing(args: argparse.Namespace, limits: StoreLimits | None = None) -> Iterator[DiskStore]:
-    """Open a store to change it, without its lock; a missing or damaged index is rebuilt."""
+    """Open a store to change it, without taking its lock; a missing or damaged index is rebuilt."""
     limits = limits or StoreLimits(0, 1 << 62)
     folder, encryption = existing(args).folder, encryption_of(args)
     with closing(DiskStore(folder, limits, encryption=encryption)) as disk:

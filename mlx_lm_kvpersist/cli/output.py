@@ -47,7 +47,7 @@ _UNITS_S = {"d": 86_400, "h": 3600, "min": 60}
 class Report:
     """The output of a command, and its exit status.
 
-    content: printed as JSON if --json asks for it. texts: otherwise printed, for people.
+    content: printed as JSON with --json. texts: printed without --json, for people.
     """
 
     def __init__(self, content: Any, *texts: str | Table, status: int = 0) -> None:
@@ -239,7 +239,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def ongoing(what: str) -> Iterator[Callable[[str], None]]:
-    """Print each step to stderr, with a clock in a terminal. The yielded function names steps."""
+    """Print each step to stderr, with a clock in a terminal. The yielded function begins a step."""
     with _progress(TimeElapsedColumn()) as clock:
         task = clock.add_task("", total=None)
 

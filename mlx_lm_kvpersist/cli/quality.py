@@ -96,11 +96,10 @@ def run(args: argparse.Namespace) -> Report:
 def _judged(
     tokenizer: Any, expected: Sequence[Any], replies: _Said, own: _Said
 ) -> dict[str, dict[str, int | None] | None]:
-    """Return a row's fields about replies, and about tool calls; None if none was tried.
+    """Return a row's fields about replies, hidden facts and tool calls; None if none was tried.
 
-    `own` has the answers in the model's own precision; `same` counts answers with the same first
-    tokens, or with the same call.
-    `found` counts answers with the hidden number, or with the `expected` tool call.
+    `own` has the answers in the model's own precision. `same` counts answers with the same first
+    tokens or the same call. `found` counts answers with the hidden number or the `expected` call.
     """
     first = slice(checks.FIRST_TOKENS)
     same = [reply[first] == mine[first] for reply, mine in zip(replies[0], own[0], strict=True)]
@@ -135,10 +134,10 @@ def _measured(
 ) -> list[dict[str, Any]]:
     """Return the rows for JSON: the model's own precision first, then each of `specs`.
 
-    All values compare a precision with the model's own. `perplexity_rise` is relative, `agreement`
-    is the share of equal next tokens, `divergence_nats` the mean Kullback-Leibler divergence, and
+    Each precision is compared with the model's own. `perplexity_rise` is relative, `agreement` is
+    the share of equal next tokens, `divergence_nats` the mean Kullback-Leibler divergence, and
     `divergence_p99_nats` its 99th percentile. `texts` has the mean divergence of each text, and
-    `worst_text` names the text with the highest. `bits_per_number` counts scales and biases.
+    `worst_text` names the text with the highest. `bits_per_number` includes scales and biases.
     """
     part_ids, places = placed(tokenizer)
     part_ids = part_ids[: position_limit(model)]

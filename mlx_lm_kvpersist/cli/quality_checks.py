@@ -74,7 +74,7 @@ def server_attention() -> Iterator[None]:
 def served(
     model: Any, choice: PrecisionChoice, attention: Strategy | Literal["auto"] = "auto"
 ) -> ModelCacheSpec:
-    """Return a model's spec with its attention plans: the policy's, or a named strategy's.
+    """Return a model's spec with its attention plans: those of the policy, or of a named strategy.
 
     Raises ModelNotSupported if the model's cache is not supported.
     """
@@ -86,8 +86,8 @@ def served(
 def windows_of(ids: Sequence[int], begin: Sequence[int], length: int, stride: int) -> list[Window]:
     """Cut ids into windows of `length`: `begin`, then a part that advances by `stride`.
 
-    Every token except the first is predicted once, with at least `length - stride` tokens before
-    it, or all tokens before it if the text has fewer.
+    Every token is predicted once, but the first only after a `begin`. Before each token, the
+    model sees at least `length - stride` tokens, or all if there are fewer.
     """
     room = length - len(begin)
     windows: list[Window] = []
@@ -120,9 +120,9 @@ def replies_to(
     max_tokens: int,
     ends: set[int],
 ) -> list[list[int]]:
-    """Return the greedy reply to each prompt, which stops before any of `ends`.
+    """Return the greedy reply to each prompt; a reply stops before any of `ends`.
 
-    The prompts' common beginning is computed once, up to the end of a block of the grid.
+    The prompts' common beginning is computed once, up to a multiple of `GRID` tokens.
     """
     step = partial(generate_step, model=model, prefill_step_size=GRID)
     alike = takewhile(lambda ids: len(set(ids)) == 1, zip(*(p[:-1] for p in prompts), strict=False))

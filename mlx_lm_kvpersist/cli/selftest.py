@@ -162,7 +162,7 @@ def machine_findings() -> list[Finding]:
 
 
 def conditions_of_machine() -> str:
-    """Return the device, its limits and the versions; on macOS also settings that slow it down."""
+    """Return the device, its limits and the versions; on macOS also settings that may slow MLX."""
     about = {**device(), "open files": resource.getrlimit(resource.RLIMIT_NOFILE)[0], **versions()}
     words = [f"{name} {value}" for name, value in about.items()]
     if sys.platform == "darwin":
@@ -233,7 +233,7 @@ def writes(n_writes: int, n_reads: int) -> str:
 
 
 def measured(compute: Callable[[], object]) -> str:
-    """Return the least time of four calls (the first may compile), and the memory."""
+    """Return the least time of four calls (the first may compile), and the peak memory."""
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     times_s = timeit.repeat(lambda: mx.eval(compute()), number=1, repeat=4)

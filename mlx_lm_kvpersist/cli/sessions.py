@@ -58,8 +58,8 @@ _ORDERS: dict[str, Callable[[Index, Session], Any]] = {
 def choose(index: Index, wanted: str) -> Session:
     """Return the session whose id, name or title is `wanted`.
 
-    The beginning or the end of an id is enough. Whole ids are compared first, then names, so that
-    no title hides them. Raises StoreError unless one session matches.
+    The beginning or the end of an id is enough. Whole ids are compared first, then names, titles
+    and parts of ids. Raises StoreError unless one session matches.
     """
     sessions = index.sessions()
     named = [session for session in sessions if session.name == wanted]

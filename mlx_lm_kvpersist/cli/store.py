@@ -219,8 +219,8 @@ def key(args: argparse.Namespace) -> int:
 class Segment:
     """Blocks that `n_sessions` share; `words` is the beginning of their text.
 
-    `tree_bytes` and `used` (seconds since 1970) include the segments after it, because only the end
-    of a chain is marked as used. `ending`: sessions that end in this segment.
+    `tree_bytes` and `used` (seconds since 1970) include the segments after this one: a use is
+    recorded only at the end of a chain. `ending`: sessions that end in this segment.
     """
 
     number: int
@@ -274,7 +274,7 @@ def _segments(index: Index) -> list[Segment]:
     segment_of: dict[bytes, Segment] = {}
     for key, parent_key, root, _, n_tokens, n_bytes, used in rows:
         segment = parent = segment_of.get(parent_key)
-        # A segment ends where its sessions diverge or one ends.
+        # A segment ends where its sessions diverge or one of them ends.
         if segment is None or segment.n_sessions != n_through[key]:
             row = index.block(key)
             words = shortened(row[0].text, _MOST_CHARS) if row else ""
