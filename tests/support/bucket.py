@@ -66,7 +66,7 @@ class Bucket:
         self._process = subprocess.Popen(self._command, stdout=self._log, stderr=self._log)
 
     def wait(self) -> None:
-        """Return when the server takes objects; `environment` must be in use."""
+        """Return when the server takes objects; this process must have the `environment`."""
 
         def is_up() -> bool:
             try:
@@ -88,7 +88,7 @@ class Bucket:
 
 
 class Link:
-    """Leads from its own port to another port; all connections share `bytes_per_s`."""
+    """Forwards its own port to another port; all connections share `bytes_per_s`."""
 
     def __init__(self, to_port: int, bytes_per_s: float = float("inf")) -> None:
         self.bytes_per_s, self.port = bytes_per_s, 0
@@ -112,7 +112,7 @@ class Link:
         await asyncio.gather(*tasks, return_exceptions=True)
         for writer in self._writers:
             writer.transport.abort()
-        await asyncio.sleep(0.1)  # their sockets are closed by the loop
+        await asyncio.sleep(0.1)  # the loop then closes their sockets
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.append(writer)

@@ -82,7 +82,7 @@ class Chat:
         finish_reason: str = "stop",
         stop_words: Sequence[str] = (),
     ) -> ChatTurn:
-        """Send messages and have the model produce the ids `reply`, its end token too."""
+        """Send messages; the model produces the ids `reply`, with its end token."""
         rendered = self.render(messages)
         prompt = Prompt(rendered, [rendered], ["user"], messages)
         ids = computed = list(retokenize(prompt, self.root, self._store, self.loaded).ids)

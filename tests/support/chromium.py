@@ -1,7 +1,7 @@
 """A Chromium for the tests of the page: an installed one, or one from the npm registry.
 
-`python -m tests.support.chromium` fetches one, without root, if none is installed on Linux on
-x86_64: the package @sparticuz/chromium, 66 MB, with the libraries that it needs. It goes into
+On Linux x86_64, `python -m tests.support.chromium` fetches Chromium without root if none is
+installed: the package @sparticuz/chromium, 66 MB, with the libraries that it needs. It is put into
 $KVPERSIST_CHROMIUM, or a folder in the user's cache.
 """
 
@@ -24,12 +24,12 @@ _INSTALLED = ("chromium", "chromium-browser", "google-chrome")
 _ON_A_MAC = Path("/Applications/Google Chrome.app/Contents/MacOS/Google Chrome")
 _UNPACK = 'import c from "@sparticuz/chromium"; console.log(await c.executablePath());'
 _WITH_LIBRARIES = {"AWS_EXECUTION_ENV": "AWS_Lambda_nodejs22.x"}
-"""The package unpacks its libraries only if it seems to run in its usual place."""
+"""The package unpacks its libraries only if it seems to run on AWS Lambda."""
 
 
 @dataclass(frozen=True)
 class Chromium:
-    """`env`: variables that it needs besides the usual ones."""
+    """An executable, and the variables `env` that it needs besides the usual ones."""
 
     path: str
     env: dict[str, str] = field(default_factory=dict)
@@ -51,7 +51,7 @@ def find() -> Chromium | None:
 
 
 def can_be_fetched() -> bool:
-    """Tell whether the npm registry has one for this machine."""
+    """Tell whether the npm registry has a Chromium for this machine."""
     is_linux = (sys.platform, platform.machine()) == ("linux", "x86_64")
     return is_linux and shutil.which("npm") is not None
 

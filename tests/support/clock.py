@@ -1,4 +1,4 @@
-"""A clock that a test moves, instead of the machine's, for code whose decisions need the time."""
+"""A clock that a test moves, for code that decides by the time, instead of the machine's clock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Clock:
     """
 
     def __init__(self) -> None:
-        # Times from before the clock are in its past.
+        # Times that were measured before this clock was made are in its past.
         self._now_s = monotonic()
         self._conditions: list[ClockCondition] = []
         self._lock = threading.Lock()
@@ -29,7 +29,7 @@ class Clock:
     perf_counter = monotonic
 
     def sleep(self, seconds: float) -> None:
-        """Advance, and end the waits that have become due."""
+        """Advance, and end the waits that are over by then."""
         with self._lock:
             self._now_s += max(0.0, seconds)
         for condition in self._conditions:

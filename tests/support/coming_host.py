@@ -68,7 +68,7 @@ _run_http_server.__defaults__ = (ThreadingHTTPServer, APIHandler)
 
 
 def change(server: ModuleType) -> None:
-    """Make an imported, unpatched `mlx_lm.server` what it may become."""
+    """Make these changes in an imported, unpatched `mlx_lm.server`."""
     exec(CHANGES, vars(server))
 
 

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 
 def make_draft(model: Path, folder: Path, seed: int = 0) -> Path:
-    """Write a copy of a model, its weights a little different; return its folder."""
+    """Write a copy of a model with slightly different weights; return its folder."""
     shutil.copytree(model, folder)
     weights: Any = mx.load(str(folder / "model.safetensors"))
     key = mx.random.key(seed)

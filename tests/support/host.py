@@ -42,7 +42,7 @@ class AutoTokenizer:
 class PreTrainedTokenizerBase: ...
 PreTrainedTokenizer = PreTrainedTokenizerFast = PreTrainedTokenizerBase
 """
-"""Names that mlx-lm imports of transformers; the import takes two thirds of a start."""
+"""Names that mlx-lm imports from transformers, whose import takes two thirds of a start."""
 SCRIPT = """\
 #!{python}
 import sys
@@ -78,7 +78,7 @@ class Environment:
     def run(
         self, *command: str | Path, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run a program of this environment, as a user would; bare names are its scripts."""
+        """Run a program as a user would; a bare name is a program in `bin`."""
         program, *arguments = map(str, command)
         path = {"PYTHONPATH": self.path} if self.path else {}
         return subprocess.run(
@@ -94,10 +94,10 @@ class Environment:
     def run_forked(
         self, *command: str | Path, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Do the same in a fork, which starts in a tenth of the time.
+        """Do the same as `run` in a fork, which starts in a tenth of the time.
 
-        It executes the text of our .pth if the environment has the file: only `run` shows that
-        Python does so.
+        The fork executes the text of our .pth if the environment has the file. Only `run` shows
+        that Python executes the file.
         """
         program, *arguments = map(str, command)
         script = () if program == "python" else (str(self.bin / program),)
@@ -147,7 +147,7 @@ def make_environment(folder: Path) -> Environment:
     """Make a virtual environment with stock mlx-lm, without this package."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     environment = Environment(folder)
-    # A line of a .pth adds a folder and does not execute the .pth files in it.
+    # A folder that a .pth file names is added, but the .pth files in the folder are not executed.
     lines = "\n".join(borrowed_packages())
     (environment.site_packages / "_borrowed.pth").write_text(lines + "\n", encoding="utf-8")
     environment.add_script("mlx_lm.server", "mlx_lm.server")

@@ -14,9 +14,9 @@ from mlx_lm_kvpersist.cache.geometry.spec import ModelCacheSpec
 class Pieces:
     """The parts of a prompt cache of `n_tokens`.
 
-    `blocks` have its tokens from the first on, `windows` its last tokens by window, `state` the
-    states of the recurrent groups after the last token, and `newest` the tokens of the last token's
-    block as they were computed. Kinds without groups are empty.
+    `blocks`: tokens from the first on. `windows`: the last tokens, by window. `state`: the states
+    of recurrent groups after the last token. `newest`: the tokens of the last block in full
+    precision. Parts that the model does not have are empty.
     """
 
     n_tokens: int

@@ -22,7 +22,7 @@ with StoreLock(Path(PATH)).held():
 
 @contextmanager
 def lock_holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Start a process that has the lock of a store; it is killed in the end."""
+    """Start a process that has the lock of a store; it is killed at the end."""
     code = _HOLD.replace("PATH", repr(str(folder / "lock")))
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True) as one:

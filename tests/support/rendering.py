@@ -72,9 +72,9 @@ class Renderer:
         return str(self.tokenizer.decode(list(self.prompt(body, api).ids)))
 
     def stock(self, body: dict[str, Any]) -> list[int] | None:
-        """Return the ids that stock makes of a chat completion, None if it refuses that.
+        """Return stock's ids for a chat completion, or None if stock refuses the request.
 
-        It reads reasoning under both names, as the server: old transformers read only one.
+        Reasoning is given under both names, as in the server: old transformers read only one name.
         """
         messages = copy.deepcopy(body["messages"])
         for message in messages:

@@ -91,7 +91,7 @@ def read_events(response: HTTPResponse) -> Iterator[tuple[str, str]]:
 
 
 def _said(choice: dict[str, Any]) -> tuple[str, str, list[dict[str, Any]]]:
-    """Return text, reasoning and tool calls of a choice, be it whole or part of a stream."""
+    """Return text, reasoning and tool calls of a choice, whole or in a stream."""
     said = choice.get("message") or choice.get("delta") or choice
     text = said.get("content", choice.get("text")) or ""
     return text, said.get("reasoning") or "", said.get("tool_calls") or []

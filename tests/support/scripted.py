@@ -89,7 +89,7 @@ class ScriptedServer:
         launcher = folder / "scripted.py"
         launcher.write_text(LAUNCHER, encoding="utf-8")
         env = {"SCRIPTED_REPLIES": str(self._script)}
-        # A script is said one token a step.
+        # A scripted reply has one token a step, so drafts are off.
         self.process: ServerProcess = start.with_plugin(
             model, "--kvpersist-draft", "off", *options, launcher=(str(launcher),), env=env
         )

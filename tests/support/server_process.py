@@ -62,10 +62,10 @@ class ServerProcess:
     """The stock server as a subprocess, for a `with` block.
 
     model: a model directory. extra: further arguments of the server, such as
-    ("--plugin", "kvpersist"). env: set on top of this process's environment. python: whose
-    mlx_lm is run. launcher: what Python runs as the server. log_path: where stdout and stderr
-    go, appended across restarts; without it a temporary file that `stop` removes.
-    start_timeout_s: until /health must have answered.
+    ("--plugin", "kvpersist"). env: set on top of this process's environment. python: the
+    interpreter whose mlx_lm is run. launcher: Python's arguments that run the server. log_path: a
+    file to which stdout and stderr are appended, also after a restart; without it a temporary file
+    that `stop` removes. start_timeout_s: the time in which /health must answer.
 
     Requests may be sent from several threads at once.
     """
@@ -73,7 +73,8 @@ class ServerProcess:
     zygotes: ClassVar[dict[str, Sequence[Zygote]]] = {}
     """Zygotes by Python: tests fork servers from them, which saves most of a start.
 
-    They take turns: all forks of one have the same string hashes, unlike a restarted server.
+    They take turns: forks of one zygote have the same string hashes, but a restarted server has
+    others.
     """
 
     def __init__(
@@ -263,14 +264,14 @@ class ServerProcess:
             status = self._process.poll()
             error = ServerError
             if self._is_taken():
-                # Stock's process stays although it cannot listen.
+                # Stock's process does not end although it cannot listen.
                 error, problem = PortTaken, f"port {self.port} belongs to another process"
             elif status is not None:
                 problem = f"exit status {status}"
                 if "Address already in use" in log_text or "Couldn't bind socket" in log_text:
                     error = PortTaken
             elif time.monotonic() > deadline or ("Traceback" in log_text and self._health() == 503):
-                # A model that does not load ends the generation thread and leaves the process.
+                # If a model does not load, the generation thread ends, but not the process.
                 problem = "no healthy answer"
             else:
                 time.sleep(0.05)
@@ -283,12 +284,12 @@ class ServerProcess:
         with socket.socket() as probe:
             if probe.connect_ex((HOST, self.port or 0)) != 0:
                 return False
-            # A probe whose own port is by chance this port has connected to itself.
+            # If the probe got this port as its own by chance, it has connected to itself.
             is_itself = probe.getsockname() == (HOST, self.port)
         return not is_itself and not listens(self.pid, self.port or 0)
 
     def _health(self) -> int | None:
-        """Return the status of /health, None if nobody answers."""
+        """Return the status of /health, or None without an answer."""
         try:
             return self.request("GET", "/health", timeout_s=2.0)[0]
         except (OSError, HTTPException):

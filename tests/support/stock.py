@@ -69,14 +69,14 @@ def heed_biases(server: ServerProcess) -> None:
     """Make the server apply the logit_bias of the next request.
 
     0.31.3 ignores the bias of the first request after a request without one, also without the
-    plugin: the new sequence takes over the place in the batch, which has no bias.
+    plugin: the new sequence gets the earlier sequence's place in the batch, which has no bias.
     """
     if _IS_BEFORE_0_32:
         server.chat([{"role": "user", "content": "Bye"}], max_tokens=1, logit_bias={"0": -1.0})
 
 
 def n_not_sent(tokenizer: Any, ids: Sequence[int]) -> int:
-    """Return how many last tokens are not sent of a reply that max_tokens cut.
+    """Return how many tokens are not sent at the end of a reply that max_tokens cut.
 
     0.31.3 does not finalize its detokenizer: broken characters and a single space at the end wait
     for text that never comes. No client can send them back.

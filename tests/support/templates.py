@@ -1,4 +1,4 @@
-"""Small chat templates that render and refuse the same as those of well-known models."""
+"""Small chat templates that render and refuse the same messages as well-known models'."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHATML = (
     "\n</tool_call>{%- endfor %}<|im_end|>\n{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""As in Qwen2.5's: every role, at its place."""
+"""As in Qwen2.5's: every role is rendered, in order."""
 
 LLAMA3 = (
     "{%- if tools is defined and tools %}<|im_start|>ipython\n{{ tools | tojson }}<|im_end|>"
@@ -84,7 +84,7 @@ GEMMA = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}<|im_start|>model\n{% endif %}"
 )
-"""As in Gemma 3's: roles alternate, and no calls or results are known."""
+"""As in Gemma 3's: roles alternate, and there are no calls or results."""
 
 QWEN_CODER = (
     "{%- if tools is iterable and tools | length > 0 %}<|im_start|>system\n# Tools\n"
@@ -168,7 +168,7 @@ APART = CHATML.replace(
     "{%- if m.tool_calls and m.content %}{{ raise_exception('Content beside calls!') }}"
     "{%- elif m.role == 'tool' %}",
 )
-"""Calls have no content beside them."""
+"""Content beside calls is refused."""
 
 STRINGS = CHATML.replace(
     "{{ call.function.arguments | tojson }}", "{{ '' + call.function.arguments + '' }}"

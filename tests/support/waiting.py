@@ -23,7 +23,7 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0
 def settle(writer: Writer) -> None:
     """Return when only postponed checkpoints are left to be written.
 
-    The writer does not wait for more turns then, as it does while nobody waits for it.
+    Because of this call, the writer does not wait for more turns before it writes.
     """
     writer.finish(lambda: not writer.n_tasks, 60.0)
     assert not writer.n_tasks
@@ -32,7 +32,7 @@ def settle(writer: Writer) -> None:
 def hold(writer: Writer) -> threading.Event:
     """Stop a store's writer until the returned event is set.
 
-    At the return the writer has stopped: tasks submitted next stay in its queue.
+    When this function returns, the writer has stopped: tasks submitted next stay in its queue.
     """
     may_go_on, holds = threading.Event(), threading.Event()
 

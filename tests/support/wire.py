@@ -1,4 +1,4 @@
-"""The message that a client gets for ids that a test chose, by the server's own handler."""
+"""The message that the server's own handler sends to a client for ids that a test chose."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sent_for(
 ) -> Message:
     """Return the message that a client puts together from the stream of a reply.
 
-    `ids` are all that the model produced, its end token or stop word too.
+    `ids` are all that the model produced, with its end token or stop word.
     """
     state = "normal"
     if tokenizer.has_thinking and tokenizer.rfind_think_start(

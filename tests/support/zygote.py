@@ -1,4 +1,4 @@
-"""A Python that has done a server start's longest imports, and forks for each server.
+"""A Python process that has done the longest imports of a server, and forks for each server.
 
 Half of a start is the import of transformers. A fork then does the same as `python -m MODULE …` or
 `python SCRIPT …`. MLX is not imported before the fork, which its threads would not survive.
@@ -28,12 +28,12 @@ READ_AT_IMPORT = (
     *("DYLD_", "HF_", "HOME", "LANG", "LC_", "LD_", "OMP_", "OPENBLAS_", "PYTHON"),
     *("TRANSFORMERS_", "TZ", "XDG_"),
 )
-"""Beginnings of variables that are read before the fork."""
+"""Beginnings of names of variables that are read before the fork."""
 PR_SET_PDEATHSIG = 1
 
 
 class Forked:
-    """A process that the zygote has forked, with the used methods of subprocess.Popen."""
+    """A process that the zygote has forked, with the subprocess.Popen methods that tests use."""
 
     def __init__(self, zygote: Zygote, pid: int) -> None:
         self._zygote, self.pid = zygote, pid
@@ -86,7 +86,7 @@ class Zygote:
         self._env = {**os.environ, **VARIABLES, **(env or {})}
 
     def fits(self, env: Mapping[str, str]) -> bool:
-        """Say whether its imports have read the same variables as this environment has."""
+        """Say whether the zygote's imports have read the same values as `env` has."""
         return _read_at_import(env) == _read_at_import(self._env)
 
     def fork(
@@ -104,8 +104,8 @@ class Zygote:
         errors_path: where stderr goes; None for the same file. cwd: None for this process's. pth:
         whether the environment has our .pth.
 
-        Returns None if the command needs an ordinary process: outside Linux, or on a kernel
-        without handles of processes; if the zygote has read other variables, or has ended, as
+        Returns None if the command needs an ordinary process: outside Linux, on a kernel without
+        handles of processes, or if the zygote has read other variables or has ended, as it does
         without transformers.
         """
         if sys.platform != "linux" or not self.fits(env):
@@ -175,7 +175,7 @@ def _orders() -> dict[str, Any] | None:
         elif (answer := os.fork()) == 0:
             return order
         else:
-            statuses.pop(answer, None)  # an earlier process had this pid
+            statuses.pop(answer, None)  # the status of an earlier process with this pid
         print(json.dumps(answer), flush=True)
     return None
 

@@ -27,13 +27,13 @@ def add_outliers(
 ) -> Path:
     """Write a copy of a Llama-like model with large key channels into `path`; return `path`.
 
-    A channel is multiplied in the keys and divided in the queries by the same factor, so each
-    product of a query and a key stays what it was. RoPE turns channel i with channel i + D/2 of a
-    head of D, so such a pair shares a factor. The query heads of a key head share its factors.
+    A channel is multiplied in the keys and divided in the queries by the same factor, so products
+    of queries and keys do not change. RoPE rotates channels i and i + D/2 of a head of D channels
+    together, so such a pair has one factor. The query heads of a key head have the same factors.
 
     model: a directory with plain weights in model.safetensors and split q_proj and k_proj.
     factors: the range from which each pair's factor is drawn, uniformly.
-    n_pairs: how many pairs of each key head are scaled; drawn again for each head.
+    n_pairs: how many pairs of each key head are scaled; each head has other pairs.
     layers: which layers are scaled: all when None, the first and the last with (0, -1).
     seed: of the pairs and their factors.
 

@@ -1,6 +1,6 @@
 """Small tokenizers, trained for real, in the two families whose texts are hardest to match.
 
-`byte-level` is the GPT-2 and Llama-3 family: a token may hold half a character. `sentencepiece`
+`byte-level` is the GPT-2 and Llama-3 family: a token may be half a character. `sentencepiece`
 is the Llama-2 family: the first word gets a space that decoding removes again, and characters
 outside the alphabet become byte tokens.
 """
@@ -101,10 +101,10 @@ def train_tokenizer(
     """Train a BPE tokenizer on the corpus.
 
     byte-level: decode(encode(text)) == text for every text.
-    sentencepiece: so, except that a text which begins with a space loses that space. It is the
+    sentencepiece: the same, except that a text that begins with a space loses it. This is the
         current form of Llama-2's files (Metaspace).
-    sentencepiece-legacy: so for texts without special tokens; after a special token inside the text
-    decoding adds a space (Prepend, the form first published).
+    sentencepiece-legacy: the same for texts without special tokens; after a special token inside
+        the text decoding adds a space (Prepend, the form first published).
 
     `vocab_size` counts all tokens, special ones too; the result may have a few fewer if the corpus
     has no pairs left to merge. With `bos`, `encode` puts a begin token first and the chat template
@@ -140,7 +140,7 @@ def train_tokenizer(
         "eos_token": eos_token,
         "pad_token": pad_token,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": int(1e30),  # so tokenizers state that they have no limit
+        "model_max_length": int(1e30),  # the usual value for no limit
     }
     if kind != "byte-level":
         config["unk_token"] = "<unk>"
@@ -199,7 +199,7 @@ def _train_sentencepiece(vocab_size: int, specials: tuple[str, ...], legacy: boo
     pieces = sorted(model["vocab"], key=model["vocab"].__getitem__)
     vocab = {token: n for n, token in enumerate([*specials, *byte_tokens, *pieces])}
     merges = [(left, right) for left, right in model["merges"]]
-    # Words are split apart in training only: like Llama-2's, the tokenizer itself has the
+    # Words are split apart in training only: like Llama-2's, the tokenizer itself treats the
     # whole text as one word.
     tokenizer = Tokenizer(
         models.BPE(vocab, merges, unk_token=specials[0], fuse_unk=True, byte_fallback=True)
