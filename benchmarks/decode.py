@@ -1,9 +1,9 @@
 """Tokens per second, and bytes of live caches, while conversations are decoded together.
 
-Every side has computed the prompts already. The rate counts tokens while all streams run: from the
-first token of the last stream to the end of the first stream. The plugin reports the bytes of its
-live caches. Stock's bytes are computed: the number of tokens times the bytes of a token in the
-model's own precision.
+Every side has computed the prompts already. The rate is measured while all streams run: from the
+latest first token to the earliest end of a stream. The plugin reports the bytes of its live caches.
+Stock's bytes are computed: the number of tokens times the bytes of a token in the model's own
+precision.
 """
 
 from __future__ import annotations

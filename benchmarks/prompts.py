@@ -20,7 +20,7 @@ class Prompts:
         self._made: dict[tuple[tuple[str, ...], int, int], list[Message]] = {}
 
     def of_length(self, n_tokens: int, seed: int) -> list[Message]:
-        """Return one user message whose rendered prompt has `n_tokens`; each seed gives another.
+        """Return one user message whose rendered prompt has `n_tokens`; it depends on the seed.
 
         Raises ValueError if the template alone is longer.
         """

@@ -113,7 +113,7 @@ class DeviceResults:
 
     @property
     def is_preset(self) -> bool:
-        """Whether all parts are of the presets that have goals."""
+        """Whether all parts were measured with presets that have goals."""
         return all(part["part"].partition("-")[0] in ("cpu", "gpu") for part in self.parts)
 
     def values(self, question: str, what: str, side: str) -> list[float]:

@@ -27,7 +27,7 @@ from .page_cache import drop_cached_pages
 REPOSITORY = Path(__file__).parent.parent
 STOCK, OURS, OURS_16, BEFORE = "stock", "ours", "ours-16", "before"
 _QUIET_S = 0.3
-"""The store counts as written if the server has written nothing for this time."""
+"""The store is complete if the server has written nothing for this time."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,7 @@ class BenchmarkServer(RankedServer):
             env={
                 # Set before the start: a .pth file imports the package before the launcher runs.
                 "PYTHONPATH": os.pathsep.join(filter(None, path)),
-                # An installed package is compiled already; a checkout is compiled at the first
-                # start.
+                # Let the first start compile a checkout, as an installation compiles a package.
                 "PYTHONDONTWRITEBYTECODE": "",
                 **(env or {}),
             },
@@ -113,7 +112,7 @@ class BenchmarkServer(RankedServer):
         return {**super().env_of_rank(rank), **gpu}
 
     def finish(self) -> None:
-        """End the server. With the plugin, all other ranks write what they store, and end."""
+        """End the server. With the plugin, the other ranks write what they store, and end."""
         self.terminate(timeout_s=60.0)
         if self.side.bits is not None:
             self.wait_for_others(60.0)
@@ -165,7 +164,7 @@ class BenchmarkServer(RankedServer):
             if now == seen and not store["queue"]["tasks"]:
                 return
             seen = now
-            time.sleep(_QUIET_S)  # few requests: their CPU time is part of the measured time
+            time.sleep(_QUIET_S)  # ask seldom: the measured time includes these requests
         raise TimeoutError(f"{self.side.name} has not written everything in {timeout_s:.0f} s")
 
     def cpu_s(self) -> float | None:
@@ -258,6 +257,6 @@ class Fleet:
 
 
 def rotated(sides: Sequence[str], turn: int) -> list[str]:
-    """Return the sides; each turn begins with another, so that drifts affect all equally."""
+    """Return the sides; each turn begins with another side, so drifts affect all equally."""
     start = turn % len(sides)
     return [*sides[start:], *sides[:start]]

@@ -124,7 +124,7 @@ def make_shaped_model(
         if not (full_config["tie_word_embeddings"] and name.startswith("lm_head"))
     }
     _write_shards(path, parameters, mask, progress)
-    # Written last: a folder without it does not count as a model.
+    # Written last: a folder without it is not yet a model.
     (path / "config.json").write_text(json.dumps(full_config, indent=2), encoding="utf-8")
     return path
 
@@ -203,8 +203,8 @@ def _random_weight(
 ) -> mx.array:
     """Return a parameter's values: random codes, and scales that keep activations near one.
 
-    Rows of the output layer without visible text are zero, so such tokens are never chosen. 0 is
-    never the largest of two thousand random logits.
+    The output layer's rows for tokens without visible text are zero, so such tokens are never
+    chosen: 0 is never the largest of two thousand random logits.
     """
     like = parameters[name]
     stem, _, part = name.rpartition(".")

@@ -74,7 +74,7 @@ def measure(run: Run, store: str, url: str, prompts: Sequence[list[Message]]) ->
 def restore(
     run: Run, row: str, url: str, prompts: Sequence[list[Message]], expected: Expected
 ) -> None:
-    """Measure prompts in the store at a URL: first tokens, CPU seconds, and tokens reused."""
+    """Measure prompts in the store at a URL: time to first token, CPU time, and tokens reused."""
     expectations = {OURS: expected, COMPUTED: new()}
     computed = replace(SIDES[OURS], name=COMPUTED)
     with Fleet(run.model.path, [sharing(url), computed]) as fleet:
