@@ -48,7 +48,7 @@ class Words:
         return [int(text[n : n + 5]) for n in range(0, len(text), 5)]
 
     def spelled(self, ids: list[int], place: int) -> list[int]:
-        """Return the same text, with one word in letters."""
+        """Return ids with the letters of the word at `place` in front of the word's id."""
         return [*ids[:place], *map(self.letters.__getitem__, self.words[ids[place]]), *ids[place:]]
 
 

@@ -82,7 +82,7 @@ def n_locks(source: str) -> int:
 
 
 def private_names(ours: str, theirs: str) -> set[str]:
-    """Return mlx-lm's private names that the package imports, has in a string, or reads."""
+    """Return mlx-lm's private names that the package uses in imports, strings or attributes."""
     named = {name for pair in _NAMED.findall(ours) for name in pair}
     read = set(_READ.findall(ours)) - set(_DEFINED.findall(ours))
     return set(_DEFINED.findall(theirs)) & (named | read)

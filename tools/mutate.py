@@ -197,7 +197,7 @@ class Mutant:
     start: int
     stop: int
     place: str
-    """The column and the number of equal lines before; `key` uses it instead of `line`."""
+    """The column and the number of equal lines above. `key` uses this value instead of `line`."""
 
     @property
     def key(self) -> str:
@@ -426,7 +426,7 @@ def is_accepted(mutant: Mutant, accepted: Sequence[dict[str, str]]) -> bool:
 def preload(names: Sequence[str]) -> None:
     """Import modules that the tests import, so that forked processes start with them.
 
-    Exceptions: the project, which will be changed; MLX, whose threads do not survive a fork; and
+    Not imported: the project, which will be changed; MLX, whose threads do not survive a fork; and
     pytest's plugins, which pytest loads itself.
     """
     project = (PACKAGE, "tests", "models_check", "patches_check", "benchmarks", "__main__")

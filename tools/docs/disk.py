@@ -1,4 +1,4 @@
-"""The bytes that conversations and turns take on disk, computed with caches of real models' shapes.
+"""Bytes of conversations and turns on disk, computed for caches with the shapes of real models.
 
 Sizes that affect a cache come from the models' config.json; all other sizes are small.
 """
@@ -161,10 +161,10 @@ N_TURN, TOKENS_PER_S, MAX_LOSS_S = 500, 1000, 2
 
 
 def turn_bytes(spec: ModelCacheSpec) -> tuple[int, int, int]:
-    """Return the bytes of a turn: in a row of turns, after a rest, and with all checkpoints.
+    """Return the bytes of a turn: without a pause, after a pause, and with all checkpoints.
 
-    A turn has two checkpoints. In a row of turns, one checkpoint per `MAX_LOSS_S` seconds is
-    written, with whole windows. In the other cases only new tokens of windows are written. On
+    A turn has two checkpoints. Without pauses, one checkpoint per `MAX_LOSS_S` seconds is written,
+    with whole windows. In the other cases only new tokens of windows are written. On
     average, a state has half a block of newest tokens in full precision.
     """
     blocks = N_TURN * spec.bytes_per_token
@@ -230,7 +230,7 @@ BILLIONS = {
     "Qwen3-Next 80B-A3B": 79.7,
     "GLM-4.5-Air": 106.0,
 }
-"""Billions of parameters, by shape; if two models have the shape, of the larger model."""
+"""Billions of parameters by shape: of the larger model if two models have the shape."""
 WEIGHT_BITS = 4.5
 """Bits of a 4-bit weight of mlx-lm, including the scale and bias of each group of 64 weights."""
 OFFERED_GIB = {16: 16 * 2 / 3, 32: 32 * 2 / 3, 64: 48, 128: 96}

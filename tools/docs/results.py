@@ -83,7 +83,7 @@ def medians(results: DeviceResults, question: str, what: str) -> Sides:
 
 
 def longest(results: DeviceResults) -> int:
-    """Return the longest of the prompts that both sides repeated most often, in tokens."""
+    """Return the length of the longest prompt among those with the most repeats on both sides."""
 
     def n_repeats(n: int) -> int:
         what = f"new prompt, {tokens(n)}"
