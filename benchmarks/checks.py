@@ -87,7 +87,7 @@ def check_outcome(
 
 
 def check_kept(side: str, spec: Mapping[str, Any], bits: str) -> None:
-    """Raise WrongMeasurement unless a server stores its model's caches in the precision `bits`.
+    """Raise WrongMeasurement unless a server stores its model's caches in precision `bits`.
 
     spec: the server's answer to /v1/kvpersist/spec. bits: a value of --kvpersist-kv-bits;
     every layer that grows with the prompt must have this precision.

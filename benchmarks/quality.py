@@ -113,8 +113,8 @@ def round_weights(model: Any) -> None:
 def measured(
     model: Any, tokenizer: Any, layouts: Sequence[str], texts: Sequence[Path], n_tokens: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield rows with a cell for each layout: a row of bits, a row of losses for each text, and a
-    row of the worst short text's divergence."""
+    """Yield rows with a cell for each layout: the bits, then the losses on each text and on the
+    worst short text."""
     specs = {
         name: served(model, KV_BITS[name], "dequantize") for name in layouts if name in KV_BITS
     }

@@ -15,7 +15,7 @@ from .servers import BenchmarkServer, rotated
 
 QUESTION = "longest gap"
 _ENDLESS = 200_000
-"""Tokens that the running reply may have. Its client disconnects long before this number."""
+"""Tokens that the running reply may have. Its client disconnects long before the end."""
 _ALONE_S = 1.0
 """How long the reply runs before the long prompt arrives."""
 

@@ -48,7 +48,7 @@ class Words:
         return [int(text[n : n + 5]) for n in range(0, len(text), 5)]
 
     def spelled(self, ids: list[int], place: int) -> list[int]:
-        """Return ids with the letters of the word at `place` in front of the word's id."""
+        """Return ids with the word at `place` in letters before its id."""
         return [*ids[:place], *map(self.letters.__getitem__, self.words[ids[place]]), *ids[place:]]
 
 

@@ -197,7 +197,7 @@ class Mutant:
     start: int
     stop: int
     place: str
-    """The column and the number of equal lines above. `key` uses this value instead of `line`."""
+    """The column and the number of equal lines above. `key` uses this instead of `line`."""
 
     @property
     def key(self) -> str:

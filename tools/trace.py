@@ -76,7 +76,7 @@ class Trace:
     def journey(
         self, *entries: tuple[Any, str], threads: tuple[str, ...] = ()
     ) -> Iterator[Functions]:
-        """Yield the functions that run until the end of the `with` block.
+        """Yield the functions that run until the end of the block.
 
         entries: pairs of an object and the name of its function; without pairs all calls count.
         threads: prefixes of names; all calls on these threads count.

@@ -118,8 +118,8 @@ def operator_change(
 def check_operator(handler: Any, key: str | None) -> None:
     """Refuse a request that is not the operator's; see `operator_route`.
 
-    This machine's address proves nothing: a proxy on this machine may forward the request, or a
-    browser may show a hostile page whose name resolves to this machine. Headers reveal both cases.
+    This machine's address proves nothing: a proxy here may have forwarded the request, or a
+    browser shows a hostile page whose name resolves to this machine. The headers reveal both.
     """
     address, headers = handler.client_address[0], handler.headers
     if key is not None:

@@ -73,7 +73,7 @@ class Service:
 
     sessions: returns the store's `StoredSessions`, or raises RequestRefused. key: the operator's.
     by_key: whether each API key has a separate namespace. refusal: returns why the loaded model's
-    cache is not supported, or "" if it is supported.
+    cache is not supported, or "" if it is.
     """
 
     sessions: Callable[[], Any]
@@ -86,7 +86,7 @@ class Service:
 
 
 def name_session(headers: Headers, name: str) -> None:
-    """Give a request this session name instead of the name that the client sent."""
+    """Give a request this session name instead of the client's."""
     del headers["X-Session-ID"]
     headers["X-Session-ID"] = name
 

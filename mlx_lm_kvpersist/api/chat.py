@@ -43,8 +43,7 @@ def append(messages: list[tuple[str, Message]], place: str, message: Message) ->
     """Append a message, with its place in the body, or join it to the last if that has its role.
 
     Anthropic's API reads consecutive messages of a role as one. Text after tool calls stays a
-    separate message. So does an image: if the model cannot read images, a request is refused
-    only for images in the newest message.
+    separate message. So does an image: only images in the newest message can be refused.
     """
     last = messages[-1][1] if messages else {}
     is_more = message["role"] in ("user", "assistant") and last.get("role") == message["role"]

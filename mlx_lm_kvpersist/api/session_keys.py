@@ -44,7 +44,7 @@ def _claude_code(headers: Message, body: Mapping[str, Any]) -> str | None:
 
 
 def _codex(headers: Message, body: Mapping[str, Any]) -> str | None:
-    """Read the headers only of Codex: other clients may use such common names for other things."""
+    """Read headers of Codex only: other clients may use such common names, too."""
     agent = f"{headers.get('User-Agent', '')} {headers.get('originator', '')}".lower()
     if "codex" not in agent:
         return None
@@ -105,7 +105,7 @@ def note(headers: Message, messages: Iterable[Mapping[str, Any]]) -> dict[str, s
         text, start = "\n".join(_text(block.get("text")) or "" for block in contents), 0
         while tagged := _TAGGED.match(text, start):
             start = tagged.end()
-        # `_WORDS_CHARS` characters cannot have more than this number of words.
+        # `_WORDS_CHARS` characters cannot have more words.
         if words := " ".join(text[start:].split(maxsplit=_WORDS_CHARS)):
             return {**labels, "words": shortened(words, _WORDS_CHARS)}
     return labels
@@ -164,12 +164,12 @@ def short_name(name: str) -> str:
 
 
 def normalise(messages: Messages, tools: Any) -> None:
-    """Normalise messages and tools, in place. Tools that are not a list do not change.
+    """Normalise messages and tools, in place. Tools that are not a list stay unchanged.
 
     Claude Code's billing line, the first block or line of the first system message, is removed. The
     same words in any other place are the user's text and stay. Content that is a single text part
-    becomes a string: clients use either form. Reasoning is given under both of its names: stock
-    sends one name, most templates read the other.
+    becomes a string: clients use either form. Reasoning gets both field names: stock sends one
+    name, most templates read the other.
     """
     match messages[:1]:
         case [{"role": "system", "content": str(text)}] if text.startswith(BILLING_PREFIX):

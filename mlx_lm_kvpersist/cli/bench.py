@@ -229,7 +229,7 @@ def measured_conditions(name: str, path: Path) -> dict[str, Any]:
 
 
 def fetched(model: str) -> Path:
-    """Return a model's folder; download the model as the server would. Raises ConfigError."""
+    """Return a model's folder; download it as the server would. Raises ConfigError."""
     check_model_name(model)
     if Path(model).exists():
         return Path(model)

@@ -257,7 +257,7 @@ def _text(settings: Settings, before: str) -> str:
 
 
 def _in_json(table: Mapping[str, Any], like: str) -> str:
-    """Return a table as JSON, in the style of the text `like`."""
+    """Return a table as JSON, in the style of `like`."""
     indented = re.search(r"^([ \t]+)\S", like, re.MULTILINE)
     text = _expanded(table, like, "\n", indented[1] if indented else "  ")
     return _with_line_ends(f"{text}\n", like)
@@ -302,13 +302,13 @@ def _numbered(name: str, known: Collection[tuple[str, int]]) -> tuple[str, int]:
 
 
 def _in_toml(tables: Mapping[tuple[str, int], Mapping[Any, str]], like: str) -> str:
-    """Return a TOML text of tables, with the line ends of the text `like`."""
+    """Return a TOML text of tables, with the line ends of `like`."""
     lines = [line for (header, _), table in tables.items() for line in (header, *table.values())]
     return _with_line_ends("".join(f"{line}\n" for line in lines[1:]), like)
 
 
 def _with_line_ends(text: str, like: str) -> str:
-    """Return a text with the line ends of the text `like`."""
+    """Return a text with the line ends of `like`."""
     if like.strip() and not like.endswith("\n"):
         text = text.removesuffix("\n")
     return text.replace("\n", "\r\n") if "\r\n" in like else text

@@ -39,7 +39,7 @@ class CommandParser(argparse.ArgumentParser):
     """A parser whose errors suggest a command or an option.
 
     `commands` has the parsers of a group's commands by name; it is empty for a command. The epilog
-    is an example, printed after the help and after an error for missing arguments.
+    is an example, shown after the help and if arguments are missing.
     """
 
     commands: Mapping[str, CommandParser] = MappingProxyType({})

@@ -78,7 +78,7 @@ def reading(args: argparse.Namespace, *, check_all: bool = False) -> Iterator[In
 
 @contextmanager
 def changing(args: argparse.Namespace, limits: StoreLimits | None = None) -> Iterator[DiskStore]:
-    """Open a store to change it, without taking its lock; a missing or damaged index is rebuilt."""
+    """Open a store to change it, without its lock; a missing or damaged index is rebuilt."""
     limits = limits or StoreLimits(0, 1 << 62)
     folder, encryption = existing(args).folder, encryption_of(args)
     with closing(DiskStore(folder, limits, encryption=encryption)) as disk:

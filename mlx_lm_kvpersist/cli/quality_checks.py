@@ -74,7 +74,7 @@ def server_attention() -> Iterator[None]:
 def served(
     model: Any, choice: PrecisionChoice, attention: Strategy | Literal["auto"] = "auto"
 ) -> ModelCacheSpec:
-    """Return a model's spec with its attention plans: those of the policy, or of a named strategy.
+    """Return a model's spec with its attention plans: the policy's, or a named strategy's.
 
     Raises ModelNotSupported if the model's cache is not supported.
     """
@@ -86,8 +86,8 @@ def served(
 def windows_of(ids: Sequence[int], begin: Sequence[int], length: int, stride: int) -> list[Window]:
     """Cut ids into windows of `length`: `begin`, then a part that advances by `stride`.
 
-    Every token is predicted once, but the first only after a `begin`. Before each token, the
-    model sees at least `length - stride` tokens, or all if there are fewer.
+    Every token is predicted once, the first only after a `begin`. The model sees at least
+    `length - stride` tokens before each, or all if there are fewer.
     """
     room = length - len(begin)
     windows: list[Window] = []

@@ -66,7 +66,7 @@ class Bucket:
         self._process = subprocess.Popen(self._command, stdout=self._log, stderr=self._log)
 
     def wait(self) -> None:
-        """Return when the server takes objects; this process must have the `environment`."""
+        """Return when the server takes objects; this process needs `environment`."""
 
         def is_up() -> bool:
             try:

@@ -29,7 +29,7 @@ _WITH_LIBRARIES = {"AWS_EXECUTION_ENV": "AWS_Lambda_nodejs22.x"}
 
 @dataclass(frozen=True)
 class Chromium:
-    """An executable, and the variables `env` that it needs besides the usual ones."""
+    """`env`: variables that the program needs besides the usual ones."""
 
     path: str
     env: dict[str, str] = field(default_factory=dict)

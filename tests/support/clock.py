@@ -18,7 +18,7 @@ class Clock:
     """
 
     def __init__(self) -> None:
-        # Times that were measured before this clock was made are in its past.
+        # Times measured earlier are in this clock's past.
         self._now_s = monotonic()
         self._conditions: list[ClockCondition] = []
         self._lock = threading.Lock()

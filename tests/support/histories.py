@@ -1,4 +1,4 @@
-"""Conversations as clients resend them; many of them are refused by at least one template.
+"""Conversations as clients resend them; many are refused by at least one template.
 
 Each is a list of messages of Chat Completions. The model must see the texts in angle brackets.
 """

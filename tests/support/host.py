@@ -97,7 +97,7 @@ class Environment:
         """Do the same as `run` in a fork, which starts in a tenth of the time.
 
         The fork executes the text of our .pth if the environment has the file. Only `run` shows
-        that Python executes the file.
+        that Python does so.
         """
         program, *arguments = map(str, command)
         script = () if program == "python" else (str(self.bin / program),)
@@ -147,7 +147,7 @@ def make_environment(folder: Path) -> Environment:
     """Make a virtual environment with stock mlx-lm, without this package."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     environment = Environment(folder)
-    # A folder that a .pth file names is added, but the .pth files in the folder are not executed.
+    # A .pth file can add a folder; the .pth files in that folder are not executed.
     lines = "\n".join(borrowed_packages())
     (environment.site_packages / "_borrowed.pth").write_text(lines + "\n", encoding="utf-8")
     environment.add_script("mlx_lm.server", "mlx_lm.server")

@@ -16,8 +16,8 @@ from .zygote import Zygote
 class RankedServer(ServerProcess):
     """Rank 0 is the HTTP server; `others` are the processes of the other ranks, if any.
 
-    No launcher watches the ranks: only MLX's ring and the server's own code start and end them
-    together. The other ranks get the options `others_extra`, too.
+    Only MLX's ring and the server's own code start and end the ranks together. The others get
+    the options `others_extra`, too.
     """
 
     zygotes: ClassVar[dict[str, Sequence[Zygote]]] = {}

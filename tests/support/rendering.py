@@ -74,7 +74,7 @@ class Renderer:
     def stock(self, body: dict[str, Any]) -> list[int] | None:
         """Return stock's ids for a chat completion, or None if stock refuses the request.
 
-        Reasoning is given under both names, as in the server: old transformers read only one name.
+        Reasoning is given under both names, as in the server: old transformers read only one.
         """
         messages = copy.deepcopy(body["messages"])
         for message in messages:

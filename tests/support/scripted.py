@@ -89,7 +89,7 @@ class ScriptedServer:
         launcher = folder / "scripted.py"
         launcher.write_text(LAUNCHER, encoding="utf-8")
         env = {"SCRIPTED_REPLIES": str(self._script)}
-        # A scripted reply has one token a step, so drafts are off.
+        # A scripted reply has one token a step.
         self.process: ServerProcess = start.with_plugin(
             model, "--kvpersist-draft", "off", *options, launcher=(str(launcher),), env=env
         )

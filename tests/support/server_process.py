@@ -63,9 +63,9 @@ class ServerProcess:
 
     model: a model directory. extra: further arguments of the server, such as
     ("--plugin", "kvpersist"). env: set on top of this process's environment. python: the
-    interpreter whose mlx_lm is run. launcher: Python's arguments that run the server. log_path: a
-    file to which stdout and stderr are appended, also after a restart; without it a temporary file
-    that `stop` removes. start_timeout_s: the time in which /health must answer.
+    Python whose mlx_lm is run. launcher: Python's arguments that run the server. log_path: for
+    stdout and stderr, appended across restarts; without it a temporary file that `stop` removes.
+    start_timeout_s: for /health to answer.
 
     Requests may be sent from several threads at once.
     """
@@ -73,8 +73,7 @@ class ServerProcess:
     zygotes: ClassVar[dict[str, Sequence[Zygote]]] = {}
     """Zygotes by Python: tests fork servers from them, which saves most of a start.
 
-    They take turns: forks of one zygote have the same string hashes, but a restarted server has
-    others.
+    They take turns: forks of one have the same string hashes, but a restarted server has others.
     """
 
     def __init__(
@@ -264,7 +263,7 @@ class ServerProcess:
             status = self._process.poll()
             error = ServerError
             if self._is_taken():
-                # Stock's process does not end although it cannot listen.
+                # Stock's process stays although it cannot listen.
                 error, problem = PortTaken, f"port {self.port} belongs to another process"
             elif status is not None:
                 problem = f"exit status {status}"

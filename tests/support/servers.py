@@ -8,7 +8,7 @@ from typing import Any
 from .server_process import ServerProcess
 
 FULL_PRECISION = ("--kvpersist-kv-bits", "16")
-"""Options with which a reply is computed as by the stock server."""
+"""Options with which replies are computed as by stock."""
 AT_ONCE = ("-m", "tests.support.at_once")
 """The launcher of a server that postpones no checkpoint and waits for the shared store."""
 
@@ -35,7 +35,7 @@ class StartServer:
         return self(model, *plugin, *extra, **options)
 
     def close(self) -> None:
-        """Kill the servers that still run: tests of a server's end have already ended it."""
+        """Kill the running servers: tests of a server's end have already ended it."""
         for server in self._servers:
             if server.alive:
                 server.kill9()

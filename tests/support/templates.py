@@ -14,7 +14,7 @@ CHATML = (
     "\n</tool_call>{%- endfor %}<|im_end|>\n{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""As in Qwen2.5's: every role is rendered, in order."""
+"""As in Qwen2.5's: every role, in order."""
 
 LLAMA3 = (
     "{%- if tools is defined and tools %}<|im_start|>ipython\n{{ tools | tojson }}<|im_end|>"

@@ -41,8 +41,8 @@ from mlx_lm_kvpersist._startup import serve
 config.MAX_LOSS_S = 0.0
 serve(sys.argv[1:])
 """
-"""Starts a server. Without Metal, stand-ins replace the model's Metal kernels. The model does not
-round to bfloat16, because replies are compared. No checkpoint is postponed."""
+"""Without Metal, stand-ins replace the model's kernels. The model does not round to bfloat16,
+because replies are compared. No checkpoint is postponed."""
 
 IMAGE_TEMPLATE = TEMPLATE.replace(
     "{{ message.content or '' }}",
@@ -94,7 +94,7 @@ def make_vision_model(path: Path) -> Path:
 def picture(
     width: int, height: int, changed: tuple[int, int] | None = None, form: str = "PNG"
 ) -> str:
-    """Return a data URI of a picture; `changed` is the place of a pixel that differs, if any."""
+    """Return a data URI of a picture; the pixel at `changed` differs."""
     image = pytest.importorskip("PIL.Image")
     made = image.new("RGB", (width, height))
     made.putdata([(x * 5 % 256, x * x % 256, x * 11 % 256) for x in range(width * height)])

@@ -32,7 +32,7 @@ def settle(writer: Writer) -> None:
 def hold(writer: Writer) -> threading.Event:
     """Stop a store's writer until the returned event is set.
 
-    When this function returns, the writer has stopped: tasks submitted next stay in its queue.
+    The writer has stopped when this returns: tasks submitted next stay in its queue.
     """
     may_go_on, holds = threading.Event(), threading.Event()
 

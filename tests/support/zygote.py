@@ -1,4 +1,4 @@
-"""A Python process that has done the longest imports of a server, and forks for each server.
+"""A Python process that has done a server's longest imports, and forks for each server.
 
 Half of a start is the import of transformers. A fork then does the same as `python -m MODULE …` or
 `python SCRIPT …`. MLX is not imported before the fork, which its threads would not survive.
@@ -175,7 +175,7 @@ def _orders() -> dict[str, Any] | None:
         elif (answer := os.fork()) == 0:
             return order
         else:
-            statuses.pop(answer, None)  # the status of an earlier process with this pid
+            statuses.pop(answer, None)  # of an earlier process with this pid
         print(json.dumps(answer), flush=True)
     return None
 

@@ -164,8 +164,8 @@ def turn_bytes(spec: ModelCacheSpec) -> tuple[int, int, int]:
     """Return the bytes of a turn: without a pause, after a pause, and with all checkpoints.
 
     A turn has two checkpoints. Without pauses, one checkpoint per `MAX_LOSS_S` seconds is written,
-    with whole windows. In the other cases only new tokens of windows are written. On
-    average, a state has half a block of newest tokens in full precision.
+    with whole windows. In the other cases only new tokens of windows are written. On average, a
+    state has half a block of newest tokens in full precision.
     """
     blocks = N_TURN * spec.bytes_per_token
     if spec.any_prefix:

@@ -83,7 +83,7 @@ def medians(results: DeviceResults, question: str, what: str) -> Sides:
 
 
 def longest(results: DeviceResults) -> int:
-    """Return the length of the longest prompt among those with the most repeats on both sides."""
+    """Return the longest prompt with the most repeats on both sides, in tokens."""
 
     def n_repeats(n: int) -> int:
         what = f"new prompt, {tokens(n)}"
