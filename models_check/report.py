@@ -13,13 +13,14 @@ from .sweep import Finding
 
 _INTRO = f"""# Models
 
-This page shows how the plugin stores the caches of each architecture of mlx-lm. The results come
-from tiny models with random float32 weights on a CPU, with mlx-lm {{mlx_lm}} and mlx {{mlx}}.
+This page shows how the plugin stores each mlx-lm architecture's caches. The results come from tiny
+models with random float32 weights on a CPU, with mlx-lm {{mlx_lm}} and mlx {{mlx}}.
 `mlx-lm-kvpersist spec --model M` shows how your model's cache is stored.
 
 - *Layers*: the kinds of caches that the model's layers have.
 - *Resumes at*: if a prompt diverges from a stored conversation, computing resumes at the last
-  multiple of 256 tokens, or at an earlier checkpoint. A continued conversation is reused whole.
+  multiple of 256 tokens, or at an earlier checkpoint. A continued conversation reuses all stored
+  tokens.
 - *In one batch*: whether the server computes prompts or replies of several conversations together.
 
 {{summary}}.
@@ -33,11 +34,11 @@ conversation is longer than a block and the model's windows. The precision is th
 (8-bit keys and 4-bit values, rotated). The results of the plugin's caches without a store are
 compared with the results of:
 
-- the model's own caches, with the same rounding (*live*);
+- the model's own caches, rounded like the plugin's caches (*live*);
 - the conversation with a store that is reopened before two turns;
-- another last turn after the store is reopened;
+- a different last turn after the store is reopened;
 - prompts that diverge from the conversation at several positions (*cut anywhere*);
-- other last turns in a batch with an unrelated prompt;
+- different last turns in a batch with an unrelated prompt;
 - a conversation that begins shorter than the windows; the store is reopened before each turn.
 
 *Equal* means that log-probabilities differ in every step by at most {TOLERANCE:g} of their range.
@@ -54,13 +55,13 @@ _TURNS = """
 The table shows the bytes that a turn of 500 tokens writes. Models with sliding windows or recurrent
 layers also write checkpoints, but [postpone](store.md#what-happens-when) most of them.
 
-- *In a row*: a turn of a tool loop that computes 1,000 tokens a second and writes a checkpoint
-  every two seconds.
-- *After a rest*: a turn that nothing continues for 30 seconds, so its last checkpoint is written.
-- *Every turn at once*: a turn, if no checkpoint were postponed.
+- *In a row*: a turn of a tool loop, with 1,000 computed tokens a second and a checkpoint every two
+  seconds.
+- *After a rest*: a turn before a rest of 30 seconds, so its last checkpoint is written.
+- *Every turn at once*: a turn if no checkpoint is postponed.
 
-The bytes are computed from each model's config.json, in bfloat16. Tiny models with checkpoints
-write [as many bytes as computed](benchmarks.md#settled-questions).
+The bytes are computed from each model's config.json, in bfloat16. In a test, tiny models wrote [the
+computed number of bytes](benchmarks.md#settled-questions).
 
 <!-- made: turns -->
 <!-- end of turns -->
