@@ -46,7 +46,7 @@ _PROMPTS = {
 }
 _CONTINUATION = [9, 8, 7, 6, 5]
 _NOISE = 0.02
-"""The error that another order of float32 or TF32 sums gives logits of standard deviation 1.6."""
+"""If float32 or TF32 sums change their order, logits of standard deviation 1.6 change by this."""
 _SHARE_OF_ROUNDING = 0.5
 _AMPLIFIED = 8
 """The largest factor by which two or three layers amplify an error of their keys and values."""

@@ -120,8 +120,8 @@ def page(findings: Sequence[Finding]) -> str:
         "## Refused, or wrong\n",
         *(reasons or ["None."]),
         "\n## As in stock\n",
-        "With these models, the stock server's results also change if it computes a prompt in "
-        "pieces or in a\nbatch. The numbers are shares of the range of log-probabilities:\n",
+        "With these models, computing a prompt in pieces or in a batch changes even the stock "
+        "server's\nresults. The numbers are shares of the range of log-probabilities:\n",
         *(excused or ["None."]),
         _TURNS.rstrip("\n"),
     ]

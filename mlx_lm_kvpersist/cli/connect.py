@@ -217,7 +217,7 @@ def _write(file: Path, settings: Settings) -> None:
     mode = 0o600 if before is None else path.stat().st_mode & 0o777
     record = _record_of(path)
     if record.exists():  # from an earlier `connect`
-        with suppress(ValueError):  # somebody has removed the file
+        with suppress(ValueError):  # the settings file was removed
             written = json.loads(record.read_bytes())
             folders = written.get("folders", [])
             before = _undone(path, written)
@@ -284,7 +284,7 @@ def _expanded(value: Any, like: str, line: str, indent: str) -> str:
 def _tables(toml: str) -> dict[tuple[str, int], dict[tuple[str, int], str]]:
     """Return the lines of a TOML text by table header ("" for the top), then by key.
 
-    Headers and keys are numbered, because arrays of tables, comments and blank lines repeat.
+    Headers and keys are numbered, because comments, blank lines and arrays of tables repeat.
     """
     lines: dict[tuple[str, int], str] = {}
     tables = {("", 0): lines}

@@ -54,7 +54,7 @@ class PluginArgumentParser(argparse.ArgumentParser):
     """A parser that accepts `--plugin` and the options of the plugins.
 
     Plugins' options are added after all stock options, when the command line is parsed. So
-    the help shows them last, and if a plugin adds a stock option again, it gets the error.
+    the help shows them last, and a plugin that repeats a stock option gets the error.
     """
 
     _plugin_option: argparse.Action | None = None

@@ -45,7 +45,7 @@ STATE = "state"
 tokens of quantized layers in full precision."""
 
 MAX_CHECKPOINTS = 6
-"""A chain keeps its first and this number of its newest checkpoints: two per turn, for 3 turns."""
+"""A chain keeps its first checkpoint and this many of its newest: two per turn, for 3 turns."""
 
 N_SAFE = 2
 """How many of the newest written checkpoints stay, because a kill loses postponed checkpoints."""
@@ -146,7 +146,7 @@ class Saver:
 
     @property
     def granule(self) -> int:
-        """Fewer than this many tokens may be computed again although nothing is missing."""
+        """Even if nothing is missing, fewer than this many tokens are computed again."""
         return BLOCK_TOKENS if self.spec.quantized else 1
 
     def find(

@@ -192,10 +192,10 @@ class ModelCacheSpec:
     def layout(self) -> str:
         """A word for the way this model's KV is stored; each layout has its own word.
 
-        It lists the precisions of layers in order. If precisions differ, for example because head
-        sizes differ, each has its number of layers: "k8rv4rb64*12,k8rv4rb32*2,c256". "c256" says
-        that queries see their own block of the grid in full precision, that an unfinished block is
-        stored in full precision, and that scales and biases have 16 bits.
+        It lists the precisions of layers in order. If precisions differ, as when head sizes do,
+        each is followed by "*" and its number of layers: "k8rv4rb64*12,k8rv4rb32*2,c256". "c256"
+        says that queries see their own block of the grid in full precision, that an unfinished
+        block is stored in full precision, and that scales and biases have 16 bits.
         """
         forms = (str(precision or "full") for precision in self.precisions.values())
         runs = [(form, len(list(run))) for form, run in groupby(forms)]

@@ -103,7 +103,7 @@ def _is_transform(dim: int, padding: int, dtype: mx.Dtype) -> bool:
 
 
 def scale_dtype(dtype: mx.Dtype) -> mx.Dtype:
-    """Return the dtype, of 16 bits, of scales and biases for numbers of `dtype`.
+    """Return the 16-bit dtype of the scales and biases for numbers of `dtype`.
 
     bfloat16 has the range of float32, so nothing overflows. SmolLM2 in float32, with keys of 6 bits
     and values of 4, has the same divergence with scales in both dtypes (0.00068 nats).

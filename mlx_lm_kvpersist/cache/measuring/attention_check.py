@@ -47,7 +47,7 @@ _Cases = Mapping[tuple[int, int], Sequence[int]]
 """The numbers of queries to test, by the number of keys and of spare tokens after the keys."""
 
 _FEW_CASES: _Cases = {(72, 8): (1, 4)}
-"""A decoding step, and a chunk."""
+"""One query as in a step of a reply, and four as in a chunk."""
 
 _CUDA_CASES: _Cases = {
     (300, 0): (1, 8, 16, 32),

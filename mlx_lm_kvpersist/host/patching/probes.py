@@ -220,7 +220,7 @@ def loaded_models_make_plugin_caches(server: ModuleType) -> None:
 
 
 class ProbeModel:
-    """A model that computes nothing. In stock it has two caches that cannot be batched."""
+    """A model that computes nothing. Its own two caches cannot be batched."""
 
     layers = (None, None)
 

@@ -50,7 +50,7 @@ MOST_IN_A_ROW = 8
 """This number of failures of one kind of step, without a success in between, ends the server."""
 _N_TRIES = 3
 _PAUSE_S = 0.1
-"""Seconds between two tries: the next try may report an earlier step's error."""
+"""Seconds between two tries. The first try may report the error of an earlier step."""
 
 Step = Literal["prompt", "reply"]
 """A step computes a part of prompts, or the next tokens of replies."""
