@@ -205,6 +205,8 @@ def rm(args: argparse.Namespace) -> Report:
         disk.index.state.forget_requests(None if args.all else owners)
         if args.all:
             disk.index.state.trim_replies(0)
+            for key in index.keys("blocks"):  # of prompts whose replies a kill has interrupted
+                disk.forget(key)
         is_overwritten = disk.index.database.empty_log()
         freed = before - disk.index.totals()
     reader = "The index keeps their text while another program reads it."

@@ -45,10 +45,10 @@ from ..host.hooks import Prompt
 from ..match import common_prefix
 from ..store.block_store import BlockStore
 from ..store.records import Commit
+from ..store.small_state import REPLY_DIGEST_BYTES
 from .model import LoadedModel
 
 Message = Mapping[str, Any]
-_DIGEST_BYTES = 16
 _CONTROL, _BLANK = "\ud800", "\ud801"
 """Lone surrogates, which no valid text has. In a form, _CONTROL marks control tokens, and _BLANK
 marks control tokens that are white space, such as Gemma's line breaks."""
@@ -137,7 +137,7 @@ def remember(
 def digest_of(text: str) -> tuple[int, str]:
     """Return the size in bytes and the digest of a prompt's text, to store with a reply."""
     encoded = text.encode()
-    return len(encoded), blake2b(encoded, digest_size=_DIGEST_BYTES).hexdigest()
+    return len(encoded), blake2b(encoded, digest_size=REPLY_DIGEST_BYTES).hexdigest()
 
 
 def known_replies(store: BlockStore, root: Root, messages: Sequence[Message]) -> dict[bytes, bytes]:
@@ -166,7 +166,7 @@ def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel
     ends = [0, *tokens.n_bytes_ends(prompt.ids)]
     turn_ends = [i for i, n in enumerate(prompt.ids) if n in model.tokenizer.eos_token_ids]
     turn_ends.append(len(prompt.ids))
-    before = blake2b(digest_size=_DIGEST_BYTES)
+    before = blake2b(digest_size=REPLY_DIGEST_BYTES)
     n_bytes = 0  # the number of bytes that `before` has hashed
     ids: list[int] = []
     n_read = 0  # the number of prompt tokens that `ids` already replaces
@@ -285,7 +285,7 @@ def _replies_among(messages: Sequence[Message]) -> Iterator[tuple[Message, bytes
     The first key hashes all messages up to and including this message; the second only those
     before it. Reasoning, and whether content is a string or a list, do not change the keys.
     """
-    digest = blake2b(digest_size=_DIGEST_BYTES, person=b"kvpersist-talk-3")
+    digest = blake2b(digest_size=REPLY_DIGEST_BYTES, person=b"kvpersist-talk-3")
     for message in messages:
         encoded = json.dumps([message.get("role"), *_said(message)], default=str).encode()
         before = digest.copy()

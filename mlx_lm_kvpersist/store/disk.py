@@ -404,25 +404,26 @@ class DiskStore:
         Return the removed blocks. Their text is overwritten when the caller empties the log.
         """
         removed = list[Block]()
-        with self.lock.held():
+        # If a file cannot be removed, no row changes, so that the session can be removed again.
+        with self.lock.held(), self.index.database.transaction():
             chain = [block for block, _ in self.index.chain(session.leaf)]
             own = self.index.root(session.root)
             roots = [root for root, _ in self.index.roots(tenant=own)] if own else []
             other_roots = [r for r in roots if own and own != r and own.shares_tenant(r)]
             self.index.remove_session(session.id)
-            self.remove_sidecar(session.id)
             same = {root.key: self._same_tokens(chain, root) for root in other_roots}
             for root_key, blocks in {session.root: chain, **same}.items():
-                packed_ids, kept = b"".join(block.packed_ids for block in blocks), list(blocks)
-                while kept:
-                    key = kept[-1].key
+                n_kept = len(blocks)
+                while n_kept:
+                    key = blocks[n_kept - 1].key
                     if self.index.sessions_at(key) or self.index.children(key, limit=1):
                         break
                     self.forget(key)
-                    removed.append(kept.pop())
-                if len(kept) < len(blocks):
-                    start = sum(len(block.packed_ids) for block in kept)
-                    self.index.state.forget_replies(root_key, packed_ids, start)
+                    n_kept -= 1
+                removed += reversed(blocks[n_kept:])
+                if n_kept < len(blocks):
+                    self.index.state.forget_replies(root_key, blocks, n_kept)
+            self.remove_sidecar(session.id)
         return removed
 
     def _same_tokens(self, chain: Sequence[Block], root: Root) -> list[Block]:

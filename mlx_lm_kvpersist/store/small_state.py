@@ -11,15 +11,18 @@ import sqlite3
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing, suppress
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from ..block import pack_ids
+from ..block import Block, pack_ids
 from .database import Rows
 from .records import Session
 
+REPLY_DIGEST_BYTES = 16
+"""The size of the digest of a prompt that is stored with a reply to the prompt."""
 _MAX_REPLIES = 10_000
 KEPT = 100
 _MAX_RECORD_CHARS = 4096
@@ -60,20 +63,33 @@ class SmallState(Rows):
                 (_MAX_REPLIES,),
             )
 
-    def forget_replies(self, root: bytes, packed_ids: bytes, start: int) -> None:
-        """Remove the replies of a root whose ids are in a chain's packed ids and end after `start`.
+    def forget_replies(self, root: bytes, blocks: Sequence[Block], n_kept: int) -> None:
+        """Remove a conversation's replies, except those that another conversation may have, too.
 
-        O(replies of the root * bytes of the chain). The chain may lack the last id of its last
-        reply, which the model has not read.
+        Others have the first `n_kept` blocks. A stored reply is JSON (request/replies.py). A
+        conversation may lack the last id of its last reply, which the model has not read.
+        O(replies of the root + text).
         """
+        texts, ids = [b.text.encode() for b in blocks], [b.packed_ids for b in blocks]
+        text, n_kept_bytes = b"".join(texts), len(b"".join(texts[:n_kept]))
+        packed, start = b"".join(ids), len(b"".join(ids[:n_kept]))
         query = "SELECT digest, ids FROM replies WHERE root = ?"
-        found = []
+        replies = []
         for digest, value in self.ask(query, root, types=(bytes, bytes)):
             with suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
-                ids = pack_ids(json.loads(value[:-_CHECKSUM_BYTES])["ids"])
-                is_last = len(ids) > 4 and packed_ids.endswith(ids[:-4])
-                if is_last or packed_ids.find(ids, max(0, start + 4 - len(ids))) >= 0:
-                    found.append((root, digest))
+                reply = json.loads(value[:-_CHECKSUM_BYTES])
+                n, prompt = int(reply["n_prompt_bytes"]), str(reply["prompt_digest"])
+                own = pack_ids(reply["ids"])
+                is_last = len(own) > 4 and packed.endswith(own[:-4])
+                is_own = n > n_kept_bytes or is_last
+                if is_own or packed.find(own, max(0, start + 4 - len(own))) >= 0:
+                    replies.append((n, prompt, digest))
+        found, hashed, n_hashed = [], blake2b(digest_size=REPLY_DIGEST_BYTES), 0
+        for n, prompt, digest in sorted(replies):
+            hashed.update(text[n_hashed:n])
+            n_hashed = n
+            if hashed.hexdigest() == prompt:
+                found.append((root, digest))
         with self.database.transaction() as db:
             db.executemany("DELETE FROM replies WHERE root = ? AND digest = ?", found)
 

@@ -252,6 +252,15 @@ def test_rm_all_requires_yes(run: CommandLine, capsys: pytest.CaptureFixture[str
     assert run.ids() == {} and block_files(run.folder) == {}
 
 
+def test_rm_all_removes_blocks_that_no_session_reaches(run: CommandLine) -> None:
+    """A kill during a reply leaves such blocks: the whole blocks of the reply's prompt."""
+    head, *_ = chain(HEAD, [10])
+    with closing(Index(run.folder / "index.sqlite")) as index:
+        index.add_blocks(ROOT, [(block, 10) for block in chain([77], [78], parent=head.key)])
+    assert run("sessions", "rm", "--all", "--yes") == 0
+    assert run.json("store", "stats")["blocks"] == 0 and run.json("store", "verify")["ok"]
+
+
 def test_rm_all_forgets_all_replies(run: CommandLine) -> None:
     with closing(Index(run.folder / "index.sqlite")) as index:
         index.commit(Commit(ROOT, (), replies={b"digest": b"the words of a reply"}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -328,40 +329,78 @@ def test_request_times_out_while_another_process_has_the_lock(
     assert store.index.sessions()[0].pinned
 
 
-def test_deleting_a_session_deletes_only_the_replies_in_its_own_blocks(store: BlockStore) -> None:
+def packed_reply(prompt: Sequence[int], ids: Sequence[int]) -> bytes:
+    """Return a stored reply with the ids `ids` to a prompt."""
+    text = "".join(f"<{i}>" for i in prompt).encode()
+    digest = blake2b(text, digest_size=16).hexdigest()
+    reply = {"n_prompt_bytes": len(text), "prompt_digest": digest, "ids": ids}
+    return json.dumps(reply).encode()
+
+
+def test_deleting_a_session_deletes_only_its_own_replies(store: BlockStore) -> None:
     shared, own = [1, 2, 3, 4], [5, 6, 7, 8]
     add(store, "stays", chain(shared, [9]))
     add(store, "gone", chain(shared, own))
     another = Root("another", "4b64")
-    replies = {
-        b"shared": [2, 3],
-        b"shared to its end": [3, 4],
-        b"of the other session": [4, 9],
-        b"over the boundary": [4, 5],
-        b"own": [6, 7],
-        b"own, its last id not read": [7, 8, 1],
-        b"of no session": [5, 8],
+    stays = {
+        b"shared": packed_reply([1], [2, 3]),
+        b"shared to its end": packed_reply([1, 2], [3, 4]),
+        b"of the other session": packed_reply([1, 2, 3], [4, 9]),
+        b"of the other session, after the shared block": packed_reply(shared, [9]),
+        b"equal ids, another prompt": packed_reply([2], [6, 7]),
+        b"damaged": b"{",
+        b"without a prompt": b"{}",
+        b"not ids": b'{"n_prompt_bytes": 3, "prompt_digest": "", "ids": ["5"]}',
     }
-    packed = {digest: json.dumps({"ids": ids}).encode() for digest, ids in replies.items()}
-    damaged = {b"damaged": b"{", b"without ids": b"{}", b"not ids": b'{"ids": ["5"]}'}
+    gone = {
+        b"over the boundary": packed_reply([1, 2, 3], [4, 5]),
+        b"own": packed_reply([*shared, 5], [6, 7]),
+        b"changed by its client": packed_reply([*shared, 5], [9]),
+        b"with an id that was not read": packed_reply([*shared, 5, 6], [7, 8, 1]),
+        b"over the boundary, with such an id": packed_reply([1, 2, 3], [4, 5, 6, 7, 8, 1]),
+    }
     for root in (ROOT, another):
-        store.commit(Commit(root, (), replies={**packed, **damaged}), [])
+        store.commit(Commit(root, (), replies={**stays, **gone}), [])
     store.drain()
     StoredSessions(store).delete("gone")
-    left = store.index.state.replies(ROOT.key, [*packed, *damaged])
-    gone = {b"over the boundary", b"own", b"own, its last id not read"}
-    assert left.keys() == {*packed, *damaged} - gone
-    assert store.index.state.replies(another.key, list(packed)) == packed
+    assert store.index.state.replies(ROOT.key, [*stays, *gone]) == stays
+    assert store.index.state.replies(another.key, list(gone)) == gone
 
 
 def test_deleting_a_session_that_shares_all_blocks_deletes_no_reply(store: BlockStore) -> None:
     add(store, "short", chain([1, 2]))
     add(store, "long", chain([1, 2], [3, 4]))
-    packed = {b"reply": json.dumps({"ids": [1, 2]}).encode()}
-    store.commit(Commit(ROOT, (), replies=packed), [])
+    replies = {b"reply": packed_reply([1], [2])}
+    store.commit(Commit(ROOT, (), replies=replies), [])
     store.drain()
     StoredSessions(store).delete("short")
-    assert store.index.state.replies(ROOT.key, list(packed)) == packed
+    assert store.index.state.replies(ROOT.key, list(replies)) == replies
+
+
+def test_a_session_whose_file_cannot_be_removed_stays_and_can_be_deleted_later(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = chain([1], [2], [3])
+    save_turn(store, nodes, "named")
+    replies = {b"reply": packed_reply([1, 2], [3])}
+    store.commit(Commit(ROOT, (), replies=replies), [])
+    store.drain()
+    (session,) = store.index.sessions()
+    refused, remove = store.disk.files.path_of(nodes[0].key, Block.folder), OwnFiles.remove
+
+    def failing(files: OwnFiles, path: Path) -> bool:
+        if path == refused:
+            raise PermissionError(f"cannot remove {path}")
+        return remove(files, path)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="cannot remove"):
+        patch.setattr(OwnFiles, "remove", failing)
+        store.disk.remove_session(session)
+    assert store.index.sessions() == [session]
+    assert store.index.state.replies(ROOT.key, list(replies)) == replies
+    store.disk.remove_session(session)
+    assert store.index.sessions() == [] and store.index.keys("blocks") == set()
+    assert store.index.state.replies(ROOT.key, list(replies)) == {}
 
 
 def test_draft_model_blocks_are_deleted_with_the_session_of_their_tokens(
