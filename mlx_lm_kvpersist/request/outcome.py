@@ -67,7 +67,7 @@ COLD = "cold"
 class Reason(Enum):
     """The reason why no more tokens were reused: a word for programs, a clause for people."""
 
-    NOTHING_ALIKE = "new", "no stored prompt begins like this prompt"
+    NOTHING_ALIKE = "new", "no stored prompt begins like it"
     DIVERGED = "diverged", "the prompt diverges from the stored text"
     OTHER_MODEL = "other-model", "stored for another model"
     OTHER_PRECISION = "other-precision", "stored in another KV precision"

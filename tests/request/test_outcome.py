@@ -42,7 +42,7 @@ DIVERGED = Reason.DIVERGED.text
             Outcome(Kind.MISS, 7, reason=Reason.NOTHING_ALIKE, restore_ms=1.25),
             "cold",
             "outcome=MISS; tier=cold; reused=0; restored=0; restore_ms=1.2; reason=new",
-            "computed all 7 tokens: no stored prompt begins like this prompt",
+            "computed all 7 tokens: no stored prompt begins like it",
         ),
         (
             Outcome(Kind.EXTEND, 1078, 1054, tier="ram"),

@@ -64,7 +64,7 @@ def test_record_and_why_show_where_a_prompt_diverges(
     other = server.chat([system, edited], "s")
     newest, oldest = records(server)[:2]
     assert oldest["id"] == reply.headers["x-kvpersist-request"]
-    why = "no stored prompt begins like this prompt"
+    why = "no stored prompt begins like it"
     assert (oldest["outcome"], oldest["reason"]) == ("MISS", why)
     assert newest["id"] == other.headers["x-kvpersist-request"]
     assert (newest["outcome"], newest["session"]) == ("DIVERGE", "s")

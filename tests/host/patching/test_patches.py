@@ -299,7 +299,7 @@ def test_patches_change_only_their_targets_until_they_are_undone(server: ModuleT
     server_before = content(server)
     PATCH_SET.apply(PATCHES)
     try:
-        changed = {k for k, v in vars(server).items() if server_before.get(k) is not v}
+        changed = {k for k, v in content(server).items() if server_before.get(k) is not v}
         assert changed == {patch.attribute for patch in PATCHES if patch.module is server}
         for patch in PATCHES:
             patch.check()
