@@ -1,20 +1,17 @@
 """Cut caches into immutable blocks, windows and states, and join these into caches again.
 
-The canary computes the last tokens of restored caches again, and compares their KV.
-
 A block holds up to `BLOCK_TOKENS` tokens of the full groups. Each group has six arrays with its
 slots stacked: "0.k.weights" [L, H, T, W * bits / 32] uint32, "0.k.scales" and "0.k.biases" [L, H,
-T, W / group size] in 16 bits (`scale_dtype`), and the same for "0.v"; W is the size of a head, D,
+T, W / group size] in 16 bits (`scale_dtype`), and the same for "0.v". W is the size of a head, D,
 plus its padding. A group in full precision has two arrays, "0.k" and "0.v" [L, H, T, D]. In an
 unfinished block, which has fewer tokens, all groups are in full precision.
 
-Models with windows or states have blocks of any length, without unfinished blocks. A window has the
+Models with windows or states have blocks of any length, and none is unfinished. A window has the
 last tokens of a block, for all sliding groups with the same window size. A state has the recurrent
-groups' states at the end of a block; "2.0" [L, ...] is the first array of group 2. It also has the
+groups' states at the end of a block: "2.0" [L, ...] is the first array of group 2. It also has the
 quantized groups' tokens since the last multiple of `GRID`, in full precision.
 
-Pieces from disk are placed a few at a time, while later files are read. Pieces in RAM are joined
-all at once, in fewer and larger operations. Generation thread.
+Pieces from disk are placed a few at a time, while later files are read. Generation thread.
 """
 
 from __future__ import annotations
@@ -47,13 +44,13 @@ BLOCK_TOKENS = GRID
 Arrays = Mapping[str, mx.array]
 
 _BLOCKS_AT_ONCE = 16
-"""The most blocks that a GPU cuts or joins together: for a moment, their arrays exist twice."""
+"""The most blocks that a GPU cuts or joins together. For a moment, their arrays exist twice."""
 
 _WINDOW_BYTES = 64 << 20
-"""Bytes to evaluate together: enough to keep a device busy, but a small share of its memory."""
+"""Bytes to evaluate together: enough to keep a device busy."""
 
 _ROOM_BYTES = 16 << 20
-"""Bytes of buffers to make together: on a CPU, new memory takes up to two milliseconds per MiB."""
+"""Bytes of buffers to make together. On a CPU, new memory takes up to two milliseconds per MiB."""
 
 _SPARE_SHARE = 16
 """Joining all pieces at once may take 1/16 of the cache's bytes in addition to the cache."""
@@ -85,7 +82,6 @@ def n_cached_tokens(spec: ModelCacheSpec, caches: Sequence[Any]) -> int | None:
 
 
 def first_cached(spec: ModelCacheSpec, window: int, caches: Sequence[Any]) -> int:
-    """Return the first position that is in all caches with this window."""
     slots = slots_of(caches)
     its_slots = [slots[number] for group in spec.sliding[window] for number in group.slots]
     return max(kind_of(slot).positions(slot)[0] for slot in its_slots)
@@ -117,7 +113,8 @@ def copy_newest(
 ) -> dict[str, mx.array]:
     """Return an unfinished block's tokens, up to `n_tokens`: evaluated, full-precision copies.
 
-    {} if no block is unfinished, or if a cache lacks some of the block's full-precision tokens.
+    The result is {} if no block is unfinished, or if a cache no longer has all of the block's
+    tokens in full precision.
     """
     start, slots = n_tokens - n_tokens % GRID, slots_of(caches)
     quantized = [slot for group in groups if group.precision for slot in group.slots]
@@ -169,7 +166,7 @@ def split(
 
 
 def prefers_few_copies() -> bool:
-    """Whether it is faster to copy twice in large pieces than once in many small pieces.
+    """Whether two copies in large pieces are faster than one copy in many small pieces.
 
     On a GPU, starting ten thousand small copies takes longer than the copying itself.
     """
@@ -182,13 +179,13 @@ def copied(array: mx.array) -> mx.array:
 
 
 def concatenated(arrays: Sequence[mx.array], axis: int) -> mx.array:
-    """Concatenate into new memory; mx.concatenate would not copy a single array."""
+    """Concatenate into new memory. mx.concatenate would not copy a single array."""
     return copied(arrays[0]) if len(arrays) == 1 else mx.concatenate(list(arrays), axis=axis)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens [start, stop) of the arrays of a block or window; their first token is number 0."""
+    """Tokens [start, stop) of the arrays of a block or window, counted from the arrays' start."""
 
     arrays: Arrays
     start: int
@@ -200,8 +197,8 @@ class Joiner:
 
     Every full slot gets its own buffers with room for `headroom` more tokens. `windows` maps each
     window to the number of tokens that will be added for it. Pieces must fit the spec
-    (`arrays_fit`) and be added in the order of their tokens. If `whole`, the pieces wait until
-    `finish` joins them all at once.
+    (`arrays_fit`) and be added in the order of their tokens. With `whole`, for pieces in RAM,
+    `finish` joins all pieces at once, in fewer and larger operations.
     """
 
     def __init__(
@@ -241,7 +238,6 @@ class Joiner:
         mx.eval(waiting)
 
     def add(self, piece: Piece, window: int | None = None) -> None:
-        """Add the next tokens of the full groups, or of the groups with this window."""
         buffers = self._buffers[window]
         buffers.n_added += piece.stop - piece.start
         buffers.waiting.append(piece)
@@ -303,8 +299,8 @@ class Joiner:
 class _Buffers:
     """The buffers of some groups' slots, filled from token 0 on.
 
-    `arrays` has by name the buffers [1, H, S, ...], one for each slot. `forms` are those of stacked
-    slots, with room after `n_tokens`. `waiting` are the pieces that were not copied yet.
+    `arrays` maps each name to one buffer [1, H, S, ...] per slot. `forms` are those of stacked
+    slots, with room after `n_tokens`.
     """
 
     groups: Sequence[LayerGroup]
@@ -315,7 +311,6 @@ class _Buffers:
     n_added: int = 0
 
     def place(self) -> None:
-        """Copy the waiting pieces after the pieces that are already placed."""
         pieces, self.waiting = self.waiting, []
         start = self.n_added - sum(piece.stop - piece.start for piece in pieces)
         for name, buffers in self.arrays.items():
@@ -333,8 +328,7 @@ class _Buffers:
     def join(self) -> None:
         """Make each buffer from all pieces at once, the largest buffer first.
 
-        As many slots as memory allows are joined as one stack, then separated: large copies are
-        faster.
+        The slots are joined in stacks as large as memory allows, because large copies are faster.
         """
         pieces, self.waiting = self.waiting, []
         total = forms_bytes(self.forms)
@@ -367,15 +361,15 @@ def canary_difference(
 ) -> float:
     """Compute the last tokens of restored caches again; return how much their KV differs.
 
-    The caches hold the tokens `ids`, and finally the stored KV again. In a slot's keys, or values,
-    each run of `CANARY_TOKENS` tokens has a median of |new - old| / |old|; the result is the
-    largest median. It is 0 if the caches cannot be trimmed: states, or windows that have dropped
+    The caches hold the tokens `ids`, and are restored at the end. In a slot's keys, or values,
+    each run of `CANARY_TOKENS` tokens has a median of |new - old| / |old|. The result is the
+    largest median, or 0 if the caches cannot be trimmed: states, or windows that have dropped
     tokens. If `ids` fill their last block of the grid, the recomputed tokens see it quantized, so
-    half the difference is returned. Only tokens after the last image are computed, because `ids` do
-    not give the image's pixels.
+    half the difference is returned. Tokens up to the last image are skipped, because `ids` do not
+    give the image's pixels.
 
-    If there are `least_rows` tokens or more, one call computes them. Otherwise each has its own
-    call, because MLX may compile kernels for a call of a few rows.
+    If there are fewer than `least_rows` tokens, each has its own call, because MLX may compile
+    kernels for a call of a few rows.
     """
     slots = slots_of(caches)
     used = [slots[number] for group in spec.groups for number in group.slots]
@@ -421,9 +415,9 @@ def canary_difference(
 
 
 def _medians(group: LayerGroup, old: Sequence[Fields], new: Sequence[Fields]) -> Iterator[mx.array]:
-    """Yield the median of |new - old| / |old| in each run of tokens: of keys, then of values.
+    """Yield the medians of all runs of tokens [slots * runs], of keys and then of values.
 
-    Each array is [slots * runs]. If the tokens do not fill whole runs, the first ones are skipped.
+    If the tokens do not fill whole runs, the first tokens are skipped.
     """
     sides = group.precision or (None, None)
     for side, *old_and_new in zip(sides, old, new, strict=True):
@@ -441,7 +435,7 @@ def _medians(group: LayerGroup, old: Sequence[Fields], new: Sequence[Fields]) ->
 
 
 def _stacked(group: LayerGroup, slots: Sequence[Any], start: int, stop: int) -> list[Fields]:
-    """Return a group's keys and its values of tokens [start, stop), each [slots, H, n, D], lazy.
+    """Return keys and values of tokens [start, stop), each [slots, H, n, D], lazy.
 
     All slots are stacked at once: separate reads would take a thousand operations.
     """
