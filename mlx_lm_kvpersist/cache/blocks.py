@@ -47,7 +47,7 @@ _BLOCKS_AT_ONCE = 16
 """The most blocks that a GPU cuts or joins together. For a moment, their arrays exist twice."""
 
 _WINDOW_BYTES = 64 << 20
-"""Bytes to evaluate together: enough to keep a device busy."""
+"""Bytes to evaluate together: enough to keep a device busy, but a small share of its memory."""
 
 _ROOM_BYTES = 16 << 20
 """Bytes of buffers to make together. On a CPU, new memory takes up to two milliseconds per MiB."""

@@ -16,13 +16,13 @@ from huggingface_hub import try_to_load_from_cache
 from ...errors import ModelNotSupported
 
 _VOLATILE_KEYS = {"_name_or_path", "transformers_version"}
-"""Keys of config.json that do not change what the model computes."""
+"""Keys of config.json that do not affect what the model computes."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 _QUANTIZATION = "hf_quant_config.json"
 """mlx-lm reads from this file how weights made by NVIDIA's ModelOpt are packed."""
 _WHOLE_BYTES = 16 << 20
-"""A file up to this size is read completely. In a hub cache, a larger file's name is its hash."""
+"""A file up to this size is read completely."""
 _SAMPLE_BYTES = 4 << 10
 _N_SPREAD = 64
 """A larger file has this number of evenly spread samples, and one sample of each tensor."""
@@ -71,7 +71,7 @@ def model_fingerprint(model_path: Path, adapter_path: Path | None) -> str:
 
 
 def local_path(model: str) -> Path:
-    """Return the folder of a loaded model; `model` is a path, or a repository of the hub."""
+    """Return the folder of a loaded model. `model` is a path, or a repository of the hub."""
     path = Path(model)
     if path.exists():
         return path
@@ -86,8 +86,8 @@ def content_hash(path: Path) -> str:
     """Return a hash of a file, in a time that does not depend on its size.
 
     In a Hugging Face hub cache, a large file is a link to `blobs/<sha256>`: this name is its hash.
-    The hash of other files up to 16 MiB is the hex xxh3_128 of their content; of larger files, the
-    size and the hex xxh3_128 of header and samples. Raises OSError if the file cannot be read.
+    Any other file up to 16 MiB has the hex xxh3_128 of its content. A larger file has its size and
+    the hex xxh3_128 of header and samples. Raises OSError if the file cannot be read.
 
     For a larger safetensors file of N bytes, the hash always changes with the size or the header,
     or if every byte of a tensor or more than N / 63 adjacent bytes change. If n adjacent bytes
@@ -113,10 +113,7 @@ def content_hash(path: Path) -> str:
 
 
 def _header(file: BinaryIO) -> bytes:
-    """Return the header of a safetensors file: 8 bytes of length, then JSON.
-
-    Source: https://github.com/huggingface/safetensors#format
-    """
+    """Return 8 bytes of length, then JSON: https://github.com/huggingface/safetensors#format"""
     size = file.read(8)
     n_bytes = int.from_bytes(size, "little")
     return size + file.read(n_bytes) if n_bytes <= _MAX_HEADER_BYTES else size
@@ -126,8 +123,8 @@ def _tensor_places(header: bytes) -> Iterator[int]:
     """Yield the offset in the file at which each tensor's sample begins.
 
     The offset within a tensor differs from tensor to tensor, so the samples of stacked experts are
-    not all of the same expert. If a header is invalid, only the tensors before the first unreadable
-    tensor have samples. This is not an error: mlx-lm does not load every file in a folder.
+    not all of the same expert. An invalid header is not an error, because mlx-lm does not load
+    every file in a folder.
     """
     with suppress(ValueError, LookupError, TypeError, AttributeError):
         tensors = json.loads(header[8:])

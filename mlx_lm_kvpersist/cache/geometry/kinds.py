@@ -1,8 +1,7 @@
 """The cache classes of mlx-lm, one entry each: how a slot is read, filled and continued.
 
 Code that stores or restores caches uses their internals only through this module. A CacheList is
-taken apart: its leaves, in order, are the slots. `end_on_grid` cuts prompts for quantized caches
-that return dequantized arrays. Generation thread.
+taken apart: its leaves, in order, are the slots. Generation thread.
 """
 
 from __future__ import annotations
@@ -57,14 +56,13 @@ class GroupKind(Enum):
 class CacheKind:
     """How caches of a class are read and filled; the defaults fit a cache that holds every token.
 
-    A recurrent cache holds a list of arrays, `states`, each with one row, or None. Any other cache
-    holds keys and values [1, H, S, ...], possibly quantized, of the positions from `first` on;
-    `in_order` sorts an array of keys or values by position. `window` is the number of last tokens
-    that a sliding cache needs to continue. `filled` returns the attributes to set, besides
-    `offset`, in a cache refilled with positions [start, stop). `refusal` says why a cache is not
-    supported. `can_be_quantized`: whether a SequenceQuantizedKVCache can replace the cache.
-    `most_taken_back` is the most tokens that a call of the model may append if `trim` must be able
-    to remove any number of them; its argument may also be a batch, of a class in `batches`.
+    A recurrent cache holds a list, `states`. Each item is an array with one row, or None. Any other
+    cache holds keys and values [1, H, S, ...], possibly quantized, of the positions from `first`
+    on. `in_order` sorts an array of keys or values by position. `window` is the number of last
+    tokens that a sliding cache needs to continue. `filled` returns the attributes to set, besides
+    `offset`, in a cache refilled with positions [start, stop). `can_be_quantized`: whether a
+    SequenceQuantizedKVCache can replace the cache. `most_taken_back` is described at the function
+    of this name; its argument may also be a batch, of a class in `batches`.
     """
 
     group: GroupKind
@@ -79,14 +77,14 @@ class CacheKind:
     batches: tuple[type, ...] = ()
 
     def positions(self, cache: Any) -> tuple[int, int]:
-        """Return the positions [start, stop) whose keys and values a cache holds.
+        """Return the positions [start, stop) that a cache holds.
 
         In a ring cache extracted from a batch, positions before the window may be padding.
         """
         return (0, 0) if cache.keys is None else (self.first(cache), int(cache.offset))
 
     def tokens(self, cache: Any, start: int, stop: int) -> tuple[Fields, Fields]:
-        """Return keys and values of positions [start, stop) in order, as lazy views.
+        """Return keys and values of positions [start, stop), as lazy views.
 
         Raises ValueError unless the cache holds all these positions.
         """
@@ -100,7 +98,7 @@ class CacheKind:
         return (keys,), (values,)
 
     def refill(self, cache: Any, keys: Fields, values: Fields, start: int, stop: int) -> None:
-        """Make an empty cache hold positions [start, stop), as if it had seen all before `stop`.
+        """Fill an empty cache with positions [start, stop), as if it had seen all before `stop`.
 
         The cache then owns the arrays. Only a cache of kind `FULL` may get arrays with spare room.
         """
@@ -146,8 +144,6 @@ KINDS: dict[type, CacheKind] = {
     ),
     ArraysCache: CacheKind(GroupKind.RECURRENT, states=lambda cache: cache.cache),
 }
-"""The classes that can be stored and restored."""
-
 REFUSED = {
     "ConcatenateKVCache": "it has no form for a batch and stands in for KVCache in tests",
     "QuantizedKVCache": "it has no form for a batch; the plugin quantizes KVCache itself",
@@ -159,7 +155,7 @@ def most_taken_back(caches: Sequence[Any]) -> int:
     """Return the most tokens that a call may append if `trim` must be able to remove all of them.
 
     Pass the caches before that call, because the call may fill a window, which then cannot be
-    trimmed. The result is at most `pk.GRID`; 0 for states, full windows and unknown classes.
+    trimmed. The result is at most `pk.GRID`. It is 0 for states, full windows and unknown classes.
     """
     counts = []
     for slot in slots_of(caches):
@@ -169,12 +165,11 @@ def most_taken_back(caches: Sequence[Any]) -> int:
 
 
 def kind_of(cache: Any) -> CacheKind:
-    """Return the kind of a cache, which may be an instance of a subclass, as in the self-test."""
+    """Return the kind of a cache; the self-test passes instances of subclasses."""
     return next(KINDS[cls] for cls in type(cache).__mro__ if cls in KINDS)
 
 
 def slots_of(caches: Sequence[Any]) -> list[Any]:
-    """Return the slots of a prompt cache."""
     slots: list[Any] = []
     for cache in caches:
         slots += slots_of(cache.caches) if isinstance(cache, CacheList) else [cache]
@@ -182,14 +177,14 @@ def slots_of(caches: Sequence[Any]) -> list[Any]:
 
 
 def empty_copy(slot: Any) -> Any:
-    """Return a copy of an empty slot. For our class, `deepcopy` would take ten times as long."""
+    # For our class, `deepcopy` would take ten times as long.
     if type(slot) is SequenceQuantizedKVCache:
         return SequenceQuantizedKVCache(slot.precision, slot.plan)
     return copy.deepcopy(slot)
 
 
 def replaced(caches: Sequence[Any], slots: Iterable[Any]) -> list[Any]:
-    """Return a prompt cache of the same structure as `caches` with these slots."""
+    """Return a prompt cache of the structure of `caches`, with these slots."""
     rest = iter(slots)  # an inner call gets the iterator, and continues it
     return [
         CacheList(*replaced(cache.caches, rest)) if isinstance(cache, CacheList) else next(rest)
@@ -201,8 +196,7 @@ def end_on_grid(model: Any) -> None:
     """Make `model` compute a prompt of one row in several calls, cut at the ends of grid blocks.
 
     A query must see its own block in full precision and older blocks quantized. But if a quantized
-    cache returns arrays, all queries of a call see the same arrays. Without such a cache, calls are
-    not cut.
+    cache returns arrays, all queries of a call see the same arrays.
     """
     own: Any = model.__class__  # the class behind a proxy
     if _MARK in vars(own):
@@ -231,8 +225,7 @@ def end_on_grid(model: Any) -> None:
 def _pieces(n_own: int, n_tokens: int) -> Iterator[slice]:
     """Cut the next tokens at the ends of blocks; the first block already has `n_own` tokens.
 
-    MLX may compile kernels for a call of a few rows, so a short piece is computed in calls of one
-    token.
+    A short piece is cut into single tokens, because MLX may compile kernels for a few rows.
     """
     for start, stop in pairwise([0, *range(pk.GRID - n_own, n_tokens, pk.GRID), n_tokens]):
         is_short = stop - start < min(n_tokens, least_rows())

@@ -21,7 +21,7 @@ class Quantization:
     """How keys, or values, are quantized: MLX affine, `bits` per number.
 
     `group_size` numbers share a scale and a bias. With `rotated`, the numbers are first multiplied
-    by `rotation`; otherwise an outlier channel would leave few steps for all other channels. A head
+    by `rotation`. Otherwise an outlier channel would leave few steps for all other channels. A head
     of 80 numbers is padded to 96, which is three groups of 32: `padding` is 16.
     """
 
@@ -35,17 +35,15 @@ class Quantization:
         return f"{self.bits}{'r' if self.rotated else ''}{padding}"
 
     def fitted(self, dim: int) -> Quantization:
-        """Return this with the padding that heads of `dim` numbers need.
+        """Return this with the padding that makes a head of `dim` numbers whole groups.
 
-        Groups across a token's heads need no padding, but packed kernels read each head separately.
+        Groups do not span heads, because packed kernels read each head separately.
         """
         return replace(self, padding=-dim % self.group_size)
 
 
 class KVPrecision(NamedTuple):
-    """How the keys and values of a layer are quantized; full precision is None instead.
-    Keys and values differ only in bits and padding.
-    """
+    """How a layer's keys and values are quantized. They differ only in bits and padding."""
 
     keys: Quantization
     values: Quantization
@@ -59,12 +57,10 @@ class KVPrecision(NamedTuple):
         *,
         rotated: bool = False,
     ) -> KVPrecision:
-        """Return a precision; without `value_bits` values have the bits of keys."""
         keys = Quantization(key_bits, group_size, rotated)
         return cls(keys, replace(keys, bits=value_bits or key_bits))
 
     def fitted(self, k_dim: int, v_dim: int) -> KVPrecision:
-        """Return this for heads of `k_dim` and `v_dim` numbers (`Quantization.fitted`)."""
         return KVPrecision(self.keys.fitted(k_dim), self.values.fitted(v_dim))
 
     @property
@@ -79,10 +75,9 @@ class KVPrecision(NamedTuple):
 
 @dataclass(frozen=True)
 class PrecisionChoice:
-    """The requested bits; the defaults are the server's. `FULL_BITS` in both: full precision.
+    """The requested bits; the defaults are the server's.
 
-    If no group size is given, each layer group gets the size of `GROUP_SIZES` with the least
-    padding.
+    Without a group size, each layer group gets the size of `GROUP_SIZES` with the least padding.
     """
 
     key_bits: int = 8
@@ -95,7 +90,6 @@ class PrecisionChoice:
         return self.key_bits == self.value_bits == FULL_BITS
 
     def candidates(self) -> list[KVPrecision]:
-        """Return the precisions to try, in order; none for full precision."""
         if self.is_full_precision:
             return []
         sizes = GROUP_SIZES if self.group_size is None else (self.group_size,)
@@ -111,7 +105,7 @@ class PrecisionChoice:
 
 
 def layout_in_words(layout: str) -> str:
-    """Return a layout for people: "keys 8 bits, values 4, rotated"; unchanged if it is unknown."""
+    """Return a layout in words, like "keys 8 bits, values 4, rotated"; unchanged if unknown."""
     words = [word.partition("*")[0] for word in layout.split(",")]
     names = [word for word in words if word != "state" and not re.fullmatch(r"[cw]\d+", word)]
     matches = [match for match in map(_NAME.fullmatch, names) if match is not None]

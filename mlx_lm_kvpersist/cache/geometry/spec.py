@@ -1,12 +1,11 @@
 """The geometry of a model's prompt cache and of its slots, learned from a trace of a few tokens.
 
-Nothing is decided by a model's name, and nothing is evaluated. The caches that the model makes are
-filled first, to learn their geometry. Then our caches replace them, and a forward pass shows
-whether the model's code accepts them.
+Nothing is evaluated. The caches that the model makes are filled first, to learn their geometry.
+Then our caches replace them, and a forward pass shows whether the model's code accepts them.
 
 Shapes do not show all facts. `python -m models_check --facts write` evaluates a tiny model of every
-architecture of mlx-lm and writes the other facts to `architectures.json`. CI repeats this, and
-fails if the result differs from the file. Generation thread.
+architecture of mlx-lm and writes the other facts to `architectures.json`. CI fails if this file is
+outdated. Generation thread.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ ArrayForm = tuple[str, tuple[int, ...], mx.Dtype]
 
 @dataclass(frozen=True)
 class TensorShape:
-    """Keys, or values, of a slot: `n_heads` heads of `dim` numbers; `dtype` is like "bfloat16"."""
+    """Keys, or values, of a slot; `dtype` is like "bfloat16"."""
 
     n_heads: int
     dim: int
@@ -61,8 +60,8 @@ class LayerGroup:
     """Slots of one kind and geometry, stored with their arrays stacked.
 
     `name` is the group's number as text, and `cache` is the class that the model makes. `slots` are
-    indices in the flattened prompt cache, ascending. A recurrent group has no `keys` and `values`;
-    its `states` are the shape (without the row) and dtype of each array, or None for an array that
+    indices in the flattened prompt cache, ascending. A recurrent group has no `keys` and `values`.
+    Its `states` are the shape (without the row) and dtype of each array, or None for an array that
     is not used. `why` says why a group is not quantized.
     """
 
@@ -84,7 +83,7 @@ class LayerGroup:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states of all slots; they do not grow with the number of tokens."""
+        """Bytes of the states of all slots."""
         return forms_bytes(state_arrays([self]))
 
     @property
@@ -94,18 +93,15 @@ class LayerGroup:
 
     @cached_property
     def array_names(self) -> dict[str, list[str]]:
-        """The names of the arrays of keys ("k") and values ("v")."""
         fields = [f".{field}" for field in _FIELDS] if self.precision else [""]
         return {side: [f"{self.name}.{side}{field}" for field in fields] for side in self.shapes}
 
     @cached_property
     def shapes(self) -> dict[str, TensorShape]:
-        """The shapes of keys ("k") and values ("v"); empty for a recurrent group."""
         shapes = {"k": self.keys, "v": self.values}
         return {side: shape for side, shape in shapes.items() if shape is not None}
 
     def describe(self) -> dict[str, Any]:
-        """Return the group as JSON values."""
         described: dict[str, Any] = {
             "name": self.name,
             "kind": self.kind.value,
@@ -128,10 +124,9 @@ class LayerGroup:
 class ModelCacheSpec:
     """The layer groups of a model, and how its live caches are made.
 
-    `template` is an empty prompt cache of the live classes. `batches`: whether the replies of
-    sequences of unequal length can be decoded together with correct results. `joins`: whether
-    prompts can also be computed together. `plans` maps a quantized group's name to its attention
-    plan; layers without a plan dequantize.
+    `template` is an empty prompt cache of the live classes. `batches` and `joins` are described at
+    `Architecture`. `plans` maps a quantized group's name to its attention plan. Layers without a
+    plan dequantize.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -147,7 +142,6 @@ class ModelCacheSpec:
 
     @cached_property
     def precisions(self) -> dict[int, KVPrecision | None]:
-        """The precision of each slot of the full groups, in the order of the slots."""
         precisions = {slot: group.precision for group in self.full for slot in group.slots}
         return dict(sorted(precisions.items()))
 
@@ -164,18 +158,16 @@ class ModelCacheSpec:
     def is_unfinished(self, n_tokens: int) -> bool:
         """Whether a block of `n_tokens` tokens is stored in full precision.
 
-        False for models with windows or states: their blocks end at checkpoints and are final.
+        Models with windows or states have no such block: their blocks end at checkpoints.
         """
         return self.any_prefix and n_tokens < GRID
 
     def block_arrays(self, n_tokens: int) -> Iterator[ArrayForm]:
-        """Yield the forms of the arrays in a block's file."""
         groups = as_computed(self.full) if self.is_unfinished(n_tokens) else self.full
         return token_arrays(groups, n_tokens)
 
     @cached_property
     def sliding(self) -> dict[int, tuple[LayerGroup, ...]]:
-        """Sliding groups by their window, in tokens."""
         windows = sorted({group.window for group in self.groups if group.window is not None})
         return {w: tuple(group for group in self.groups if group.window == w) for w in windows}
 
@@ -190,12 +182,12 @@ class ModelCacheSpec:
 
     @cached_property
     def layout(self) -> str:
-        """A word for the way this model's KV is stored; each layout has its own word.
+        """A name for the way this model's KV is stored.
 
         It lists the precisions of layers in order. If precisions differ, as when head sizes do,
         each is followed by "*" and its number of layers: "k8rv4rb64*12,k8rv4rb32*2,c256". "c256"
-        says that queries see their own block of the grid in full precision, that an unfinished
-        block is stored in full precision, and that scales and biases have 16 bits.
+        stands for three rules. Queries see their own block of the grid in full precision. An
+        unfinished block is stored in full precision. Scales and biases have 16 bits.
         """
         forms = (str(precision or "full") for precision in self.precisions.values())
         runs = [(form, len(list(run))) for form, run in groupby(forms)]
@@ -224,16 +216,14 @@ class ModelCacheSpec:
         return windows + newest + sum(group.state_bytes for group in self.recurrent)
 
     def make_cache(self) -> list[Any]:
-        """Return an empty prompt cache; replaces the model's `make_cache`."""
+        """Return an empty prompt cache."""
         return replaced(self.template, [empty_copy(slot) for slot in slots_of(self.template)])
 
     @property
     def batching(self) -> str:
-        """What several sequences compute together: prompts and replies, only replies or nothing."""
         return "prompts and replies" if self.joins else "replies" if self.batches else "nothing"
 
     def describe(self) -> dict[str, Any]:
-        """Return the spec as JSON values; equal specs give equal descriptions."""
         return {
             "layout": self.layout,
             "n_layers": len(self.template),
@@ -245,7 +235,7 @@ class ModelCacheSpec:
 
 
 def token_arrays(groups: Iterable[LayerGroup], n_tokens: int) -> Iterator[ArrayForm]:
-    """Yield the forms of the groups' arrays, [slots, heads, n_tokens, ...]; none for 0 tokens."""
+    """Yield the forms of the groups' arrays, [slots, heads, n_tokens, ...]."""
     for group in groups if n_tokens else ():
         sides = group.precision or (None, None)
         for (side, shape), quantization in zip(group.shapes.items(), sides, strict=False):
@@ -296,19 +286,17 @@ def dtype_name(dtype: mx.Dtype) -> str:
 
 
 def forms_bytes(forms: Iterable[ArrayForm]) -> int:
-    """Return the size in bytes of arrays that have the given forms."""
     return sum(math.prod(shape) * int(dtype.size) for _, shape, dtype in forms)
 
 
 def probe_model(model: Any, choice: PrecisionChoice | None = None) -> ModelCacheSpec:
     """Return a model's spec for the requested precision, from shapes; nothing is evaluated.
 
-    Full groups get the precision whose group size needs the least padding, if it saves memory and
-    the model's code accepts it; all other groups stay in full precision. `batches` and `joins` have
-    their defaults (`spec_of` applies the facts).
+    A full group is quantized if that saves memory and the model's code accepts it. All other groups
+    stay in full precision. `batches` and `joins` have their defaults.
 
-    Raises ModelNotSupported if a layer's cache is of a class that is not supported, or has an
-    unexpected form, or the model fails on a few tokens.
+    Raises ModelNotSupported if the class or form of a layer's cache is not supported, or if the
+    model fails on a few tokens.
     """
     try:
         return _probed(model, choice or PrecisionChoice())
@@ -340,7 +328,6 @@ def _probed(model: Any, choice: PrecisionChoice) -> ModelCacheSpec:
 
 
 def spec_with(model: Any, groups: Sequence[LayerGroup]) -> ModelCacheSpec:
-    """Return a model's spec with these groups; its live caches have the groups' precision."""
     caches = make_prompt_cache(model)  # new caches: an emptied cache may keep traces of its use
     slots = slots_of(caches)
     for group in groups:
@@ -351,7 +338,7 @@ def spec_with(model: Any, groups: Sequence[LayerGroup]) -> ModelCacheSpec:
 
 
 def position_limit(model: Any) -> int | None:
-    """Return the number of positions that a model has; None if it is not known.
+    """Return the number of positions that a model has, or None if it is not known.
 
     Later positions must not be computed: MLX would read beyond the table of position embeddings.
     """
@@ -374,13 +361,11 @@ def _check_classes(caches: Sequence[Any], place: str = "layer") -> None:
 
 
 def _forward(model: Any, caches: list[Any]) -> None:
-    """Feed a prompt and then one token; the results stay lazy."""
     for ids in (_PROBE_IDS[:-1], _PROBE_IDS[-1:]):
         model(mx.array([ids], mx.int32), cache=caches)
 
 
 def _groups(caches: Sequence[Any], choice: PrecisionChoice) -> list[LayerGroup]:
-    """Group the slots of a filled prompt cache by their form; empty slots are in no group."""
     slots_by_form: dict[tuple[int, type, Any], list[int]] = {}
     places = [place for cache in caches for place in range(len(slots_of([cache])))]
     for number, slot in enumerate(slots_of(caches)):
@@ -408,7 +393,6 @@ def _groups(caches: Sequence[Any], choice: PrecisionChoice) -> list[LayerGroup]:
 
 
 def _form(number: int, slot: Any) -> tuple[Any, ...] | None:
-    """Return a filled slot's shapes, dtypes and window; None for a slot that is empty."""
     kind = KINDS[type(slot)]
     if kind.group is GroupKind.RECURRENT:
         states = []
@@ -453,12 +437,12 @@ def _fitting(
 
 @dataclass(frozen=True)
 class Architecture:
-    """The facts of one module of `mlx_lm.models`; they hold for every model of the module.
+    """The facts of every model of one module of `mlx_lm.models`.
 
     `batches`: replies to prompts of unequal length may be decoded in one batch. `joins`: such
     prompts may also be computed in one call. `packed`: attention over packed keys gives the same
     result as over dequantized keys. `refused`: why conversations cannot be stored although
-    `probe_model` accepts the caches; "" if they can.
+    `probe_model` accepts the caches, or "".
     """
 
     batches: bool
@@ -470,8 +454,8 @@ class Architecture:
 def architecture_of(model: Any) -> Architecture | None:
     """Return the facts of a model's architecture, or None if nothing is proven about it.
 
-    Nothing is proven about a class from outside `mlx_lm.models`, or about a module or a release of
-    mlx-lm that `FILE` does not name. Raises KVPersistError if `FILE` is missing or damaged.
+    `FILE` names the modules and releases of mlx-lm with proven facts. Raises KVPersistError if
+    `FILE` is missing or damaged.
     """
     module = str(model.__class__.__module__)  # not type(model), which could be a proxy
     if not module.startswith(_MODELS):
@@ -485,7 +469,7 @@ def architecture_of(model: Any) -> Architecture | None:
 
 @lru_cache
 def known() -> dict[str, dict[str, Architecture]]:
-    """Return the facts by version of mlx-lm, and by module; see `architecture_of`."""
+    """Return the facts by version of mlx-lm, and by module."""
     try:
         content = json.loads(FILE.read_text(encoding="utf-8"))
         newest = _read(content["architectures"])
@@ -503,10 +487,10 @@ def _read(facts: dict[str, dict[str, Any]]) -> dict[str, Architecture]:
 
 
 def spec_of(model: Any, choice: PrecisionChoice, facts: Architecture | None) -> ModelCacheSpec:
-    """Return a model's spec in a precision, with the facts on batching.
+    """Return `probe_model`'s spec with the facts on batching.
 
-    If `facts` is None, replies are batched as in stock, and prompts are never computed together.
-    Raises ModelNotSupported if the caches cannot be stored, or the architecture is refused.
+    Without facts, replies are batched as in stock, and prompts are never computed together. Raises
+    ModelNotSupported if the caches cannot be stored, or the architecture is refused.
     """
     spec = probe_model(model, choice)
     if facts is None:
