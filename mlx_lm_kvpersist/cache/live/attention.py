@@ -1,18 +1,16 @@
 """Attention over packed keys and values of any shape: three strategies with the same result.
 
-A group's plan chooses the strategy of each call: the policy's, if there is one for the call and it
-passed the check for these layers on this device (`measuring/attention_check.py`). All other calls
-dequantize: the fused kernel is right on every backend, and the fastest for prompts.
+`dequantize` dequantizes the layer's keys and values and runs MLX's fused kernel, which is the
+fastest for prompts. `packed` never dequantizes: it reads fewer bytes, but writes the scores between
+its two steps. `tiled` dequantizes a few heads at a time, at least one, so that the dequantized
+numbers stay below a limit. An `AttentionPlan` chooses the strategy of a call.
+`measuring/attention_check.py` checks the strategies for a model's layers on this device.
 
-`dequantize` dequantizes the layer's keys and values and runs MLX's fused kernel. `packed` never
-dequantizes: it reads fewer bytes, but writes the scores between its two steps. `tiled` dequantizes
-a few heads at a time, at least one, so that the dequantized numbers stay below a limit.
-
-Shapes: queries [B, Hq, N, Dk]; keys and values [B, Hkv, S, ...]. Hq is a multiple of Hkv; query
-head h reads key head h // (Hq // Hkv). The result [B, Hq, N, Dv] has the queries' dtype. A
-mask is None, "causal" (the queries are the last N of the S tokens), or an array that broadcasts to
-[B, Hq, N, S], boolean (True: visible) or added to the scores. No query sees a later token, unless
-the mask is None.
+Shapes: queries [B, Hq, N, Dk]; keys and values [B, Hkv, S, ...]. Hq is a multiple of Hkv. Query
+head h reads key head h // (Hq // Hkv). The result [B, Hq, N, Dv] has the queries' dtype. A mask is
+None, "causal" (the queries are the last N of the S tokens), or an array that broadcasts to [B, Hq,
+N, S]. An array is boolean (True: visible) or added to the scores. No query sees a later token,
+unless the mask is None.
 
 A query sees the keys and values of its own block of the grid in full precision. So attention is
 computed span by span: the queries of one span are in one block.
@@ -41,21 +39,18 @@ Backend = Literal["cpu", "cuda", "metal"]
 
 MAX_DEQUANTIZED_BYTES = 256 << 20
 """The most bytes of dequantized keys and values, or of scores, at one time, if the work can be
-divided. Whether to divide it is decided without spare room, which a step may also read."""
+divided. The decision to divide ignores spare room, which a step may also read."""
 
 _FEW = 17
 """The most queries of a decoding step: a token and 16 draft tokens."""
 
 KEY_MULTIPLE, QUERY_MULTIPLE = 4096, 64
 """If MLX builds a kernel for each number of keys and of queries, both are padded to multiples of
-these numbers, except for single queries."""
+these numbers. Single queries are not padded."""
 
 
 class _Span(NamedTuple):
-    """Queries [start, stop), and the keys [first, last) that they see in full precision.
-
-    The queries see the keys before `first` quantized, and no key from `last` on.
-    """
+    """Queries [start, stop) see keys [0, first) quantized, [first, last) in full precision."""
 
     start: int
     stop: int
@@ -71,8 +66,8 @@ class PackedKV:
     update. `buffers` hold `n_tokens`. `newest` [B, H, S, D] holds the last `n_newest` tokens in
     full precision: the queries' tokens, and earlier tokens of the first query's block of the grid.
     That block has `n_own` earlier tokens, of which the first may be packed. If rows differ in
-    `n_own`, each row has one query, and `n_own` is the largest number of any row. `rows_differ`:
-    some rows of `newest` have zeros in front, in the place of tokens that are packed.
+    `n_own`, each row has one query, and `n_own` is the largest. `rows_differ`: some rows of
+    `newest` have zeros in front, in the place of packed tokens.
     """
 
     buffers: Packed
@@ -84,11 +79,10 @@ class PackedKV:
     strategy: Strategy = "packed"
     tile_bytes: int = MAX_DEQUANTIZED_BYTES
     is_computed: bool = False
-    """Whether `newest` has all tokens, all in the first block of the grid; none is read packed."""
+    """Whether `newest` has all tokens, all in the first block of the grid: none is read packed."""
     rows_differ: bool = False
 
     def attend(self, queries: mx.array, values: PackedKV, scale: float, mask: Mask) -> mx.array:
-        """Return the attention of `queries` over these keys and `values`."""
         if self.is_computed and (
             queries.shape[2] == 1 or not builds_for_each_length(queries, values.newest)
         ):
@@ -115,7 +109,7 @@ class PackedKV:
 
     @property
     def n_to_read(self) -> int:
-        """How many tokens a step reads: all in the buffers, if at most a quarter is spare room.
+        """How many tokens a step reads: spare room, too, if it is at most a quarter of the buffers.
 
         To read less, MLX would have to copy a slice of the buffers first.
         """
@@ -131,7 +125,7 @@ class PackedKV:
         return replace(self, buffers=(weights, scales, biases), newest=self.newest[rows, heads])
 
     def dequantized(self, start: int, stop: int, dtype: mx.Dtype) -> mx.array:
-        """Dequantize tokens [start, stop), without undoing their rotation."""
+        """Return tokens [start, stop), still rotated and padded."""
         return pk.dequantize(pk.view(self.buffers, start, stop), self.quantization, dtype)
 
     def prepared(self) -> mx.array:
@@ -144,7 +138,6 @@ class PackedKV:
         return pk.view(pk.prepared(self.newest, self.quantization), 0, self.n_newest)
 
     def computed(self, first: int, last: int) -> mx.array:
-        """Return tokens [first, last) in full precision."""
         before = self.n_tokens - self.n_newest
         return self.newest[:, :, first - before : last - before]
 
@@ -152,7 +145,7 @@ class PackedKV:
         """Return `packed` (keys, values or scores) with the tokens `own` at index `at`.
 
         If rows differ, each token is in `packed` or in `own`, and the other array has zeros for it.
-        Otherwise `own` has all tokens at `at`. `packed` is not sliced, because MLX would copy it.
+        `packed` is not sliced, because MLX would copy it.
         """
         if self.rows_differ:
             return packed.at[at].add(own)
@@ -170,8 +163,7 @@ def dequantized_attention(
 ) -> mx.array:
     """Dequantize and run the fused kernel that mlx-lm runs in full precision.
 
-    With `tile_bytes`, some heads or rows at a time are dequantized: at most this number of bytes,
-    but at least one head of one row.
+    At most `tile_bytes`, if given, are dequantized at a time, but at least one head of one row.
     """
     queries = pk.prepared(queries, keys.quantization)
     if tile_bytes is None:
@@ -184,10 +176,9 @@ def dequantized_attention(
 def _tiled(
     queries: mx.array, keys: PackedKV, values: PackedKV, scale: float, mask: Mask, tile_bytes: int
 ) -> mx.array:
-    """Call `_fused` for one tile after another."""
     n_rows, n_heads = queries.shape[:2]
     n_kv_heads = keys.newest.shape[1]
-    # How many numbers a token's key and value have in one head, dequantized.
+    # The dequantized numbers of a token's key and value in one head.
     n_numbers = sum(x.buffers[1].shape[3] * x.quantization.group_size for x in (keys, values))
     n_at_once = tile_bytes // max(1, keys.n_to_read * n_numbers * queries.dtype.size)
     n_repeats = n_heads // n_kv_heads
@@ -210,8 +201,8 @@ def _fused(
 ) -> mx.array:
     """Dequantize and run the fused kernel, span after span.
 
-    Queries and results are rotated and padded. First, the tokens of all spans are put in place in
-    full precision. After each span, its tokens are overwritten by their quantized values.
+    Queries and results are rotated and padded. At first, the tokens of all spans are in full
+    precision. After each span, its tokens are overwritten by their quantized values.
     """
     n_queries, dtype = queries.shape[2], queries.dtype
     spans = keys.spans(n_queries, mask)
@@ -255,9 +246,8 @@ def _fused(
 def _padded_attention(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, last: int
 ) -> mx.array:
-    """Return the causal attention of queries whose last position is `last` - 1.
+    """Return the causal attention of queries to padded keys; the last query is at `last` - 1.
 
-    The keys and values are padded already, the queries are padded here, the result is not padded.
     Each padding query sees the first key, so its result is finite.
     """
     n_queries = queries.shape[2]
@@ -273,10 +263,10 @@ def _padded_attention(
 
 
 def builds_for_each_length(*arrays: mx.array) -> bool:
-    """Whether MLX builds its fused kernel for each number of queries and keys: on CUDA, with cuDNN.
+    """Whether MLX builds its fused kernel for each number of queries and keys [B, H, S, D].
 
-    arrays: queries, keys or values [B, H, S, D]. cuDNN needs heads of up to 128 numbers of 16 bits.
-    A build takes 40 to 65 ms on an H200, a hundred times as long as the attention of a span.
+    It does on CUDA with cuDNN, which needs heads of up to 128 numbers of 16 bits. A build takes 40
+    to 65 ms on an H200, a hundred times as long as the attention of a span.
     """
     return mx.cuda.is_available() and all(x.shape[3] <= 128 and x.dtype.size == 2 for x in arrays)
 
@@ -291,8 +281,7 @@ def packed_attention(
 ) -> mx.array:
     """Attend without dequantizing; the result of a query that sees no key is finite.
 
-    The query heads of one key head are rows of one product. Queries are cut into blocks whose
-    scores take at most `max_score_bytes`.
+    Queries are cut into blocks whose scores take at most `max_score_bytes`.
     """
     n_rows, n_heads, n_queries = queries.shape[:3]
     n_kv_heads, n_keys = keys.newest.shape[1], keys.n_tokens
@@ -339,7 +328,7 @@ def packed_attention(
 def _hidden(scores: mx.array, mask: Mask, n_queries: int, n_keys: int, queries: slice) -> mx.array:
     """Return `scores` [B, Hkv, Hq / Hkv, n, S] with the lowest number for hidden keys.
 
-    `queries` is the range of queries of the scores. No query sees keys after the first `n_keys`.
+    The scores are those of the range `queries`. Keys after the first `n_keys` are always hidden.
     """
     lowest, n_spare = mx.finfo(scores.dtype).min, scores.shape[-1] - n_keys
     if isinstance(mask, str):
@@ -365,7 +354,7 @@ def _hidden(scores: mx.array, mask: Mask, n_queries: int, n_keys: int, queries: 
 
 
 def _part(mask: Mask, *axes: slice) -> Any:
-    """Return a part of a mask, by slices of four axes. Axes of length 1 broadcast: they stay."""
+    """Return a part of a mask, by slices of four axes. Axes of length 1 broadcast, so they stay."""
     if not isinstance(mask, mx.array):
         return mask
     mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
@@ -381,7 +370,7 @@ def _slices(start: int, stop: int, step: int) -> Iterator[slice]:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The geometry of a layer's attention. MLX chooses kernels by it and by numbers of tokens."""
+    """The geometry of a layer's attention, by which MLX chooses kernels."""
 
     n_q_heads: int
     n_kv_heads: int
@@ -390,7 +379,6 @@ class AttentionShape:
 
 
 def backend() -> Backend:
-    """Return the name of the backend that MLX computes on."""
     if mx.default_device() == mx.Device(mx.cpu):
         return "cpu"
     return "cuda" if mx.cuda.is_available() else "metal"
@@ -400,8 +388,7 @@ def least_rows() -> int:
     """Return the fewest rows, above 1, of a call of the model that stock would not make.
 
     MLX's CUDA backend has a kernel for products of 2 to 16 rows with quantized weights, and another
-    for up to 32. At its first use, each is compiled, which takes half a minute. Stock needs only
-    the kernels for one row and for long prompts.
+    for up to 32. Compiling either at its first use takes half a minute. Stock needs neither.
     """
     return 33 if backend() == "cuda" else 1
 
@@ -410,9 +397,9 @@ def least_rows() -> int:
 class AttentionPlan:
     """How the layers of one group attend.
 
-    Calls with at least `least_rows` sequences, and at most `most_queries` queries for each, use
-    `strategy`, if the plan has one. All other calls dequantize, in tiles of at most
-    `max_dequantized_bytes` if the model takes packed keys.
+    `strategy` is for calls with at least `least_rows` sequences, and at most `most_queries` queries
+    for each. All other calls dequantize, in tiles of at most `max_dequantized_bytes` if the model
+    takes packed keys.
     """
 
     strategy: Strategy | None = None
@@ -432,7 +419,6 @@ class AttentionPlan:
         return "tiled" if is_large and self.can_take_packed else "dequantize"
 
     def describe(self) -> dict[str, Any]:
-        """Return the plan as JSON values."""
         names = ("strategy", "most_queries", "least_rows")
         return {
             "rules": [{name: getattr(self, name) for name in names}] if self.strategy else [],
@@ -450,10 +436,7 @@ class AttentionPlan:
 def plan_by_policy(
     shape: AttentionShape, keys: Quantization, computed_on: Backend
 ) -> AttentionPlan:
-    """Return the plan for layers of this shape, in a model that takes packed keys.
-
-    Prompts dequantize. A decoding step reads packed keys if that is faster on the backend.
-    """
+    """Return the plan for layers of this shape, in a model that takes packed keys."""
     least_rows = 1
     if computed_on == "cuda":
         # MLX compiles each packed kernel when it is first used, which took up to 47 s on an H100,

@@ -2,8 +2,7 @@
 
 A batch has the layout of mlx-lm's `BatchKVCache`: rows end at one common position and are padded on
 the left. Python also stores the padding, so no step has to ask the device for it. An unpadded batch
-then needs no array mask: with one, prefill would take several times as long. Each prompt has
-separate caches until it is computed.
+then needs no array mask: with one, prefill would take several times as long.
 """
 
 from __future__ import annotations
@@ -41,20 +40,18 @@ class Buffers:
     _idx: int = 0
 
     def size(self) -> int:
-        """Return the number of tokens of the longest row, padding included."""
+        """Return the column at which all rows end; it counts the padding in front."""
         return self._idx
 
     @property
     def lengths(self) -> list[int]:
-        """The number of tokens of each row."""
         return [self._idx - n for n in self._padding]
 
     def _end_at(self, n_tokens: int) -> None:
-        """Set `size`."""
         self._idx = n_tokens
 
     def trim(self, n: int) -> int:
-        """Drop the last `n` tokens, at most all; return how many. The buffers keep their size."""
+        """Drop the last `n` tokens, at most all; return how many."""
         n = min(self.size(), n)
         self._end_at(self.size() - n)
         return n
@@ -70,12 +67,11 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers, padding and spare room included; 0 when empty."""
+        """Bytes of the buffers, padding and spare room included."""
         return pk.n_bytes(self.keys) + pk.n_bytes(self.values)
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """The arrays to evaluate, and the number of tokens."""
         return self.keys, self.values, self.size()
 
 
@@ -94,10 +90,10 @@ class PaddedBatch(Buffers):
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        """Return the mask for the next N tokens, S = _idx + N tokens in all.
+        """Return the mask for the next N tokens, of S = _idx + N tokens in all.
 
-        None (N = 1) or "causal" if all rows are equally long and no window hides tokens; otherwise,
-        and with `return_array`, a boolean array [B, 1, N, S].
+        It is None (N = 1) or "causal" if no row is padded and no window hides tokens. Otherwise,
+        and with `return_array`, it is a boolean array [B, 1, N, S].
         """
         windowed = window_size is not None and self._idx + N > window_size
         if not (return_array or windowed or any(self._padding)):
@@ -109,21 +105,21 @@ class PaddedBatch(Buffers):
 
     @classmethod
     def _of_one(cls: type[Batch], cache: Any) -> Batch:
-        """Return a batch of one sequence's cache, which is not copied."""
+        """Return a batch of one sequence's cache, without a copy."""
         raise NotImplementedError
 
     @classmethod
     def merge(cls: type[Batch], caches: Sequence[Any]) -> Batch:
         """Return one batch for the caches of several sequences; a single cache is not copied.
 
-        Raises TypeError for a cache of another class, and ValueError if caches differ in precision.
+        Raises TypeError for another class, and ValueError if caches differ in precision.
         """
         batch, *rows = map(cls._of_one, caches)
         batch.extend(*rows)
         return batch
 
     def filter(self, batch_indices: Sequence[int]) -> None:
-        """Keep only the given rows, in the given order. If no row moves, nothing is copied."""
+        """Keep only the given rows, in the given order."""
         keep = [int(i) for i in batch_indices]
         padding = [self._padding[i] for i in keep]
         surplus = min(padding, default=0)
@@ -143,10 +139,7 @@ class PaddedBatch(Buffers):
         self._place([n - surplus for n in padding], self._idx - surplus)
 
     def extend(self, *batches: Any) -> None:
-        """Add the rows of batches of this class after our own rows, in one copy.
-
-        Batches may be empty. If only one batch has rows, nothing is copied.
-        """
+        """Add the rows of batches of this class after our own rows, in one copy."""
         sides = [side for side in (self, *batches) if side._padding]
         if len(sides) < 2:
             for side in sides:
@@ -176,10 +169,9 @@ class PaddedBatch(Buffers):
             self.values = pk.each(joined, *(values for *_, values in views))
 
     def _row(self, idx: int) -> tuple[Any, ...] | None:
-        """Return lazy views of one row's keys and values, without padding; None for an empty batch.
+        """Return lazy views of one row's keys and values, without padding, or None if it is empty.
 
-        While the views live, an update copies the buffers. A single row without padding keeps its
-        spare room.
+        While the views live, an update copies the buffers.
         """
         padding = self._padding[idx]
         if self.keys is None or padding >= self._idx:
@@ -190,7 +182,6 @@ class PaddedBatch(Buffers):
         return tuple(pk.each(lambda x: x[row, :, at], side) for side in (self.keys, self.values))
 
     def _adopt(self, cache: Any) -> None:
-        """Take over one sequence: its buffers, with the spare room after its tokens."""
         self._place([0], cache.offset)
         if cache.offset:
             self.keys, self.values = pk.share(cache.keys), pk.share(cache.values)
@@ -223,18 +214,17 @@ class FullPrecisionBatchKVCache(PaddedBatch):
         return row
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append keys [B, H, n, Dk] and values [B, H, n, Dv]; return all, padding in front."""
+        """Append keys [B, H, n, Dk] and values [B, H, n, Dv]; return all, padding included."""
         self.keys = pk.append(self.keys, self._idx, keys)
         self.values = pk.append(self.values, self._idx, values)
         self._end_at(self._idx + keys.shape[2])
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Return all keys and values, padding included."""
         return pk.view(self.keys, 0, self._idx), pk.view(self.values, 0, self._idx)
 
     def extract(self, idx: int) -> KVCache:
-        """Return row `idx` as a cache of its own (see `_row`)."""
+        """Return row `idx` as a cache of lazy views (see `_row`)."""
         cache = KVCache()
         if (row := self._row(idx)) is not None:
             cache.keys, cache.values = row
@@ -245,9 +235,8 @@ class FullPrecisionBatchKVCache(PaddedBatch):
 class Newest(PaddedBatch):
     """The last tokens of B rows of a quantized cache, [B, H, S, D], in full precision.
 
-    A query sees the keys and values of its own block of `pk.GRID` positions in full precision, and
-    all older blocks quantized. This depends only on positions, not on a prompt's chunks. The newest
-    tokens are packed when the next token begins another block. Padding is zeros.
+    A query sees its own block of `pk.GRID` positions in full precision, and older blocks quantized.
+    This depends only on positions, not on a prompt's chunks. Padding is zeros.
     """
 
     def __init__(self, n_rows: int) -> None:
@@ -255,11 +244,9 @@ class Newest(PaddedBatch):
 
     @property
     def rows_differ(self) -> bool:
-        """Whether some rows have zeros in front."""
         return any(self._padding)
 
     def extract(self, idx: int) -> Newest:
-        """Return row `idx`."""
         row, newest = self._row(idx), Newest(1)
         if row is not None:
             newest.keys, newest.values = row
@@ -267,7 +254,6 @@ class Newest(PaddedBatch):
         return newest
 
     def append(self, keys: mx.array, values: mx.array) -> None:
-        """Add the next tokens [B, H, n, D]."""
         start, stop = self._idx, self._idx + keys.shape[2]
         room = self._capacity(stop) - stop
         self.keys = pk.append(self.keys, start, keys, room)
@@ -275,7 +261,6 @@ class Newest(PaddedBatch):
         self._idx = stop
 
     def keep(self, n_tokens: Sequence[int]) -> None:
-        """Keep only the last `n_tokens` of each row."""
         sides, width = self.only(n_tokens), max(n_tokens)
         self._place([width - n for n in n_tokens], width)
         room = self._capacity(width) - width
@@ -293,18 +278,15 @@ class Newest(PaddedBatch):
         return keys, values
 
     def trim(self, n: int) -> int:
-        """Remove the last `n` tokens of each row, or all."""
         n_left = max(0, self._idx - n)
         self._place([min(padding, n_left) for padding in self._padding], n_left)
         return n
 
     def last(self, n: int) -> tuple[mx.array, mx.array]:
-        """Return the last `n` tokens of all rows, as lazy views."""
         start, stop = self._idx - n, self._idx
         return pk.view(self.keys, start, stop), pk.view(self.values, start, stop)
 
     def view(self) -> tuple[mx.array, mx.array]:
-        """Return all keys and values, as lazy views."""
         return self.last(self._idx)
 
     def _capacity(self, n_tokens: int) -> int:
@@ -318,8 +300,8 @@ class PackedCache(Buffers):
     """Packed keys and values, and the newest in full precision; a plan says how they are read.
 
     After each update, mlx-lm chooses the attention by `hasattr(cache, "bits")`. So `bits` and
-    `group_size` exist only if updates return packed keys and values. Otherwise they return arrays,
-    which all queries of a call see, so these queries should be in one block of the grid.
+    `group_size` exist only if updates return packed keys and values. If updates return arrays, all
+    queries of a call see these arrays. So the queries should be in one block of the grid.
 
     Each update packs the tokens that its queries see quantized. The packed buffers hold zeros for
     tokens that are not packed.
@@ -332,9 +314,9 @@ class PackedCache(Buffers):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append keys [B, H, n, Dk] and values [B, H, n, Dv]; return all keys and all values.
 
-        The plan decides the form: arrays [B, H, S, D] in the dtypes of the arguments, with padding
-        in front, or two `PackedKV`. With `PackedKV`, n > 1 raises ValueError if rows are at
-        different positions in their blocks of the grid.
+        They are two `PackedKV` if the model takes packed keys, otherwise arrays [B, H, S, D] in the
+        dtypes of the arguments. With `PackedKV`, n > 1 raises ValueError if rows are at different
+        positions in their blocks of the grid.
         """
         n_own, n_new = self.forget(), keys.shape[2]
         first = self.n_packed if n_new > 1 else []
@@ -370,13 +352,11 @@ class PackedCache(Buffers):
 
     @property
     def _sides(self) -> tuple[tuple[pk.Packed, mx.array, Quantization], ...]:
-        """The buffers, the newest tokens and the quantization of keys, then of values."""
         keys, values = self.precision
         return (self.keys, self.newest.keys, keys), (self.values, self.newest.values, values)
 
     @property
     def bits(self) -> int:
-        """Bits of the keys; the attribute does not exist if updates return arrays."""
         if self.plan is None or not self.plan.can_take_packed:
             raise AttributeError("bits")
         return self.precision.keys.bits
@@ -399,15 +379,14 @@ class PackedCache(Buffers):
 
     @property
     def n_packed(self) -> list[int]:
-        """How many first tokens of each row are packed: all before the row's last block, and all
-        that `newest` does not have."""
+        """How many first tokens of each row are packed: all that `newest` lacks, and all before the
+        row's last block."""
         return [
             max(n - n_held, (n - 1) // pk.GRID * pk.GRID)
             for n, n_held in zip(self.lengths, self.newest.lengths, strict=True)
         ]
 
     def _pack(self, first: Sequence[int], last: Sequence[int]) -> None:
-        """Pack tokens [first, last) of each row."""
         if first == last:
             return
         # Ranges count from the end, because rows end at one column, here and in `newest`.
@@ -430,7 +409,7 @@ class PackedCache(Buffers):
             )
 
     def _clear(self, stop: int) -> None:
-        """Write zeros over tokens that are not packed, up to token `stop` of the buffers."""
+        """Write zeros over the tokens that `n_packed` does not count, up to token `stop`."""
         firsts = [self.size() - n + m for n, m in zip(self.lengths, self.n_packed, strict=True)]
         for row, first in _by_rows(firsts):
             for buffer in (*self.keys, *self.values) if first < stop else ():
@@ -455,8 +434,8 @@ class PackedCache(Buffers):
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Return all keys and values dequantized, padding included; some models read them here.
 
-        Raises ValueError if the cache is empty, or if updates return packed keys: a model would see
-        different keys here than in attention.
+        Raises ValueError if the cache is empty, or if updates return packed keys, because a model
+        would see different keys here than in attention.
         """
         if self.empty() or hasattr(self, "bits"):
             raise ValueError("the cache is empty, or its fetches are packed")
@@ -483,9 +462,8 @@ def _by_rows(values: Sequence[_Value]) -> Iterator[tuple[slice, _Value]]:
 
 
 class SequenceQuantizedKVCache(PackedCache):
-    """Keys and values of one layer and one sequence, `offset` tokens long.
+    """Quantized keys and values [1, H, S, ...] of one layer and one sequence.
 
-    `keys` and `values` are None or buffers [1, H, S, ...], S >= `offset` (see `packed.Packed`).
     Owned by the thread that runs the model.
     """
 
@@ -497,7 +475,6 @@ class SequenceQuantizedKVCache(PackedCache):
 
     @property
     def offset(self) -> int:
-        """The number of tokens."""
         return self._idx
 
     @offset.setter
@@ -507,10 +484,7 @@ class SequenceQuantizedKVCache(PackedCache):
     def make_mask(
         self, N: int, window_size: int | None = None, return_array: bool = False
     ) -> mx.array | str | None:
-        """Return the mask for the next N tokens: None, "causal" or a boolean array [N, S].
-
-        It is an array only if the caller requests one, or if the window hides tokens.
-        """
+        """Return the mask for the next N tokens: None, "causal" or a boolean array [N, S]."""
         if window_size is not None and self.offset + N <= window_size:
             window_size = None
         mask: mx.array | str | None = create_attention_mask(
@@ -520,8 +494,8 @@ class SequenceQuantizedKVCache(PackedCache):
 
     def packed(self, start: int, stop: int) -> tuple[pk.Packed, pk.Packed]:
         """Return keys and values of tokens [start, stop), lazy and packed."""
-        # Tokens that are not packed yet are packed for this result only: packing them in buffers
-        # that a batch shares would copy the buffers.
+        # The newest tokens are packed for this result only: packing them in buffers that a batch
+        # shares would copy the buffers.
         (n_packed,), first = self.n_packed, self.offset - self.newest.size()
         middle = min(max(start, n_packed), stop)
         keys, values = (
@@ -560,7 +534,7 @@ class SequenceQuantizedKVCache(PackedCache):
         self._clear(self.offset)
 
     def as_computed(self) -> ChunkedKVCache:
-        """Return a cache of only the newest tokens, as lazy views; there must be at least one."""
+        """Return a cache of lazy views of the newest tokens; there must be at least one."""
         cache = ChunkedKVCache(pk.GRID)
         cache.start_position, cache.offset = self.offset - self.newest.size(), self.offset
         cache.keys, cache.values = self.newest.view()
@@ -595,7 +569,7 @@ class BatchQuantizedKVCache(PackedCache, PaddedBatch):
         self.newest.filter(batch_indices)
 
     def extend(self, *batches: Any) -> None:
-        """Raises TypeError for another class, and ValueError for another precision."""
+        """Raise TypeError for another class, and ValueError for another precision."""
         for batch in batches:
             if not isinstance(batch, BatchQuantizedKVCache):
                 raise TypeError(f"cannot extend a quantized batch by a {type(batch).__name__}")
@@ -606,7 +580,7 @@ class BatchQuantizedKVCache(PackedCache, PaddedBatch):
         self.newest.extend(*(batch.newest for batch in batches))
 
     def extract(self, idx: int) -> SequenceQuantizedKVCache:
-        """Return row `idx` as a cache of its own (see `_row`)."""
+        """Return row `idx` as a cache of lazy views (see `_row`)."""
         cache = SequenceQuantizedKVCache(self.precision, self.plan)
         if (row := self._row(idx)) is not None:
             cache.keys, cache.values = row

@@ -1,10 +1,9 @@
 """Arithmetic on quantized keys and values: rotate, quantize, append, read.
 
 A `Packed` is what `mx.quantize` returns for an array [B, H, T, W]: weights uint32 [B, H, T, W *
-bits / 32], then scales and biases [B, H, T, W / group size] in the array's own dtype, or in
-bfloat16 if the array is float32. Zeros in all three stand for zeros. W is the size of a head, D,
-plus the padding to whole groups. In full precision, keys are one array, and so are values; `each`
-and the functions that use it accept both forms.
+bits / 32], then scales and biases [B, H, T, W / group size] in `scale_dtype`. Zeros in all three
+stand for zeros. W is the size of a head, D, plus the padding to whole groups. `each` and the
+functions that use it also accept one array in full precision.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ Held = TypeVar("Held", mx.array, Packed)
 
 
 def each(function: Callable[..., mx.array], stored: Held, *more: Held) -> Held:
-    """Apply `function` to the array, or to each of the three arrays."""
     if isinstance(stored, mx.array):
         return function(stored, *more)
     weights, scales, biases = map(function, stored, *more)
@@ -39,7 +37,7 @@ def headroom(n_new: int) -> int:
     """Return how many tokens to allocate in addition to `n_new` tokens that did not fit.
 
     After a chunk of 768 tokens or more, a last chunk of up to 768 tokens and 256 decoding steps
-    fit. A longer chunk makes new buffers anyway, so more room would be wasted.
+    fit. More room would be wasted, because a longer chunk makes new buffers anyway.
     """
     return min(max(n_new + 256, 512), 1024)
 
@@ -48,9 +46,10 @@ def headroom(n_new: int) -> int:
 def rotation(dim: int, width: int, dtype: mx.Dtype) -> mx.array:
     """Return the matrix [dim, width] to multiply keys and values by; the transpose rotates back.
 
-    It has the first `dim` rows of a Hadamard matrix if MLX has one for `width` (2**k times 1, 12,
-    20 or 28), otherwise of the Kronecker product of a cosine transform for the odd factor and a
-    Hadamard matrix. It spreads a large channel over all channels: https://arxiv.org/abs/2404.00456
+    It spreads a large channel over all channels: https://arxiv.org/abs/2404.00456. It has the first
+    `dim` rows of a Hadamard matrix if MLX has one for `width` (2**k times 1, 12, 20 or 28).
+    Otherwise they are rows of the Kronecker product of a cosine transform, for the odd factor of
+    `width`, and a Hadamard matrix.
     """
     power = width & -width
     odd = width // power
@@ -67,10 +66,9 @@ def rotation(dim: int, width: int, dtype: mx.Dtype) -> mx.array:
 
 
 def prepared(x: mx.array, quantization: Quantization) -> mx.array:
-    """Return `x` [..., D] rotated and padded, [..., W], ready to be packed.
+    """Return `x` [..., D] rotated and padded, [..., W].
 
     Rotating into W dimensions makes numbers and errors smaller than padding after a rotation would.
-    The product of two prepared arrays equals the product of the arrays.
     """
     dim, padding = x.shape[-1], quantization.padding
     if quantization.rotated:
@@ -90,7 +88,7 @@ def as_it_came(x: mx.array, quantization: Quantization) -> mx.array:
 
 
 def _is_transform(dim: int, padding: int, dtype: mx.Dtype) -> bool:
-    """Whether to rotate by MLX's Hadamard kernel, which needs a size of 2**k and no padding.
+    """Whether to rotate by MLX's Hadamard kernel.
 
     On an H100, a step's attention in 32 layers over 4,000 tokens takes 6.0 ms with the kernel, and
     9.2 ms with matrix products. But the kernel rounds to `dtype` between its stages: seven times on
@@ -106,13 +104,12 @@ def scale_dtype(dtype: mx.Dtype) -> mx.Dtype:
     """Return the 16-bit dtype of the scales and biases for numbers of `dtype`.
 
     bfloat16 has the range of float32, so nothing overflows. SmolLM2 in float32, with keys of 6 bits
-    and values of 4, has the same divergence with scales in both dtypes (0.00068 nats).
+    and values of 4, has the same divergence with scales in either dtype (0.00068 nats).
     """
     return mx.bfloat16 if dtype == mx.float32 else dtype
 
 
 def with_scales(packed: tuple[mx.array, ...], dtype: mx.Dtype) -> Packed:
-    """Return `packed` with scales and biases of `dtype`, the dtype of the computation."""
     weights, scales, biases = packed
     return weights, scales.astype(dtype), biases.astype(dtype)
 
@@ -125,14 +122,13 @@ def quantize(x: mx.array, quantization: Quantization) -> Packed:
 
 
 def arrays_of(stored: Packed | mx.array) -> tuple[mx.array, ...]:
-    """Return the array, or the three arrays, as a tuple."""
     return (stored,) if isinstance(stored, mx.array) else stored
 
 
 def dequantize(
     packed: tuple[mx.array, ...], quantization: Quantization, dtype: mx.Dtype
 ) -> mx.array:
-    """Return all tokens [B, H, T, W] in `dtype`, in the form of `prepared`."""
+    """Return all tokens [B, H, T, W], still rotated and padded."""
     return mx.dequantize(
         *with_scales(packed, dtype), group_size=quantization.group_size, bits=quantization.bits
     )
@@ -145,7 +141,7 @@ def matmul(x: mx.array, packed: Packed, quantization: Quantization, *, transpose
 
 
 def read(packed: Packed, quantization: Quantization, dtype: mx.Dtype) -> mx.array:
-    """Return all tokens [B, H, T, D] in `dtype`, rotated back."""
+    """Return all tokens [B, H, T, D], rotated back."""
     return as_it_came(dequantize(packed, quantization, dtype), quantization)
 
 
@@ -170,7 +166,7 @@ def share(stored: Held) -> Held:
 
 
 def append(stored: Held | None, start: int, new: Held, room: int | None = None) -> Held:
-    """Write `new` after the first `start` tokens of `stored`, replacing later tokens.
+    """Write `new` after the first `start` tokens of `stored`.
 
     Buffers with room are written in place, or copied if something else refers to them. Buffers
     without room are replaced by buffers with `room` (or `headroom`) spare tokens.

@@ -1,8 +1,7 @@
 """One layer's caches of several prompts, while a chunk of each prompt is computed in one call.
 
-Each prompt has a cache of its own, a batch of one row. Chunks are padded on the right to the
-longest chunk, and padding is never cached. So prompts of any lengths, at any positions, are
-computed together without merging and splitting their caches.
+Each prompt has its own cache, a batch of one row, so caches need no merging and splitting. Chunks
+are padded on the right to the longest chunk, and padding is never cached.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ _LITTLE_PADDING = 4096
 
 
 class _Rows:
-    """The caches of the rows, and how many tokens of each row are computed."""
-
     kind = "full"
     """Layers of one kind share a mask, so their rows must be of one class."""
 
@@ -33,12 +30,12 @@ class _Rows:
 
     @property
     def offset(self) -> mx.array:
-        """The number of tokens of each row, for rotary embeddings: int32 [B]."""
+        """The number of tokens of each row, int32 [B], for rotary embeddings."""
         return mx.array([cache.size() for cache in self._caches], mx.int32)
 
     @property
     def keys(self) -> Any:
-        """The first row's keys. With several ranks, a model makes these depend on data it sends."""
+        """The first row's keys: with several ranks, a model makes them depend on data it sends."""
         return self._caches[0].keys
 
     @keys.setter
@@ -46,7 +43,7 @@ class _Rows:
         self._caches[0].keys = keys
 
     def _fetched(self, keys: mx.array, values: mx.array) -> list[tuple[Any, Any]]:
-        """Append the rows of keys [B, H, n, Dk] and values, without padding; fetch every row."""
+        """Append keys [B, H, n, Dk] and values to the rows' caches, without padding."""
         return [
             self._append(cache, keys[i : i + 1, :, :n], values[i : i + 1, :, :n])
             for i, (cache, n) in enumerate(zip(self._caches, self._n_tokens, strict=True))
@@ -111,7 +108,6 @@ class ArrayRows(_Rows):
 
     @property
     def _lengths(self) -> list[int]:
-        """The number of tokens of each row before the new tokens."""
         return [cache.size() for cache in self._caches]
 
     def make_mask(
@@ -187,9 +183,9 @@ def _joined(states: Sequence[mx.array | None]) -> mx.array | None:
 
 
 def rows_of(caches: Sequence[Any], n_tokens: Sequence[int]) -> _Rows | StateRows | None:
-    """Return one cache for a layer's caches of several prompts; None if they cannot be joined.
+    """Return one cache for a layer's batches of one row; None if they cannot be joined.
 
-    caches: batches of one row each; `n_tokens` has the number of next tokens of each.
+    n_tokens: the number of next tokens of each row.
     """
     if all(type(cache) is FullPrecisionBatchKVCache for cache in caches):
         lengths = [cache.size() for cache in caches]
