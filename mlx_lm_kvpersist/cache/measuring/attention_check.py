@@ -1,11 +1,9 @@
 """Plan the attention of a model's layers by the policy, and compare it with plain arithmetic.
 
-First, a trace shows which layers attend over packed keys, and in which shapes.
-
 MLX chooses among kernels by the number of queries and keys, and some versions of MLX have kernels
 that are wrong on some devices (docs/upstream.md). So each load compares the strategies of a plan
-with plain arithmetic, for the model's own heads and dtype, with sizes below and above those at
-which MLX changes the kernel. This takes some milliseconds.
+with plain arithmetic, for the model's own heads and dtype. The tested sizes are below and above
+those at which MLX changes the kernel. This takes some milliseconds.
 """
 
 from __future__ import annotations
@@ -55,8 +53,8 @@ _CUDA_CASES: _Cases = {
     (1037, 243): (1, 8, 16, 32),
     (33_000, 0): (1,),
 }
-"""CUDA's packed kernel depends on the number of keys with spare room (a multiple of 128, of 4, or
-neither), and changes at 16, 32, 64 and 128 rows of a product; rows are a key head's queries."""
+"""CUDA's packed kernel depends on the number of keys with spare room: a multiple of 128, of 4, or
+neither. It also changes at 16, 32, 64 and 128 rows, which are the queries of a key head."""
 
 _METAL_CASES: _Cases = {
     (301, 0): (1, 2, 3, 4, 17, 32),
@@ -85,10 +83,9 @@ def plan_attention(
     """Plan each quantized group by the policy, or by `choice`, without wrong strategies.
 
     `packed` says whether the architecture's attention accepts packed keys. A group whose layers do
-    not attend to packed keys, or attend in several shapes, dequantizes. Equal groups are checked
-    once. If packed attention is wrong for any group, in any process of the model, all groups
-    dequantize: each process calls `least` with its number of right strategies, and `least` returns
-    the smallest number of all processes.
+    not attend to packed keys, or attend in several shapes, dequantizes. If packed attention is
+    wrong for any group, in any process of the model, all groups dequantize. For this, each process
+    calls `least` with its number of right strategies, and gets the smallest number of all.
 
     Raises ModelNotSupported if dequantizing is wrong: no other strategy can replace it.
     """
@@ -199,9 +196,8 @@ def packed_shapes(
 ) -> list[AttentionShape | None]:
     """Return, for each slot of a prompt cache, the shape of its layer's attention over packed keys.
 
-    The quantized caches at `slots` of a new prompt cache are read packed. Nothing is evaluated. The
-    shape is None for a slot whose layer does not call attention over its packed keys, and for all
-    slots of a model that raises.
+    Nothing is evaluated. The shape is None for a slot whose layer does not call attention over its
+    packed keys, and for all slots of a model that raises.
     """
     caches = list(make_caches())
     all_slots = slots_of(caches)
@@ -279,8 +275,8 @@ class _Layer:
     def _attend(self, strategy: Strategy, queries: mx.array, n_rows: int) -> mx.array:
         """Attend by a strategy, for equal rows; return the result in float32.
 
-        First the same call is made with NaN. NaN then stays in the memory that the second call
-        gets, so a kernel that reads uninitialized memory cannot be right by chance.
+        The same call is first made with NaN, which stays in the memory that the second call gets.
+        So a kernel that reads uninitialized memory cannot be right by chance.
         """
         n_queries = queries.shape[2]
 
@@ -309,7 +305,6 @@ class _Layer:
         return result
 
     def _plain(self, queries: mx.array) -> mx.array:
-        """Attend in float32, written out: scores, softmax, weighted sum."""
         n_queries = queries.shape[2]
         queries = queries.reshape(1, self.n_heads, self.n_repeats, n_queries, self.k_dim)
         keys, values = self.plain

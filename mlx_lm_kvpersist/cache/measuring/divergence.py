@@ -21,9 +21,9 @@ from ..live.packed import GRID
 _TEXTS = Path(__file__).with_name("texts.json")
 """Short texts of many kinds, all written for this project.
 
-Nothing changes in the first `GRID` tokens, the context: a query sees its own block of the grid in
-full precision. Each later part uses the context's names and facts in another language or format,
-and the last part copies a passage of the context."""
+The context fills at least the first `GRID` tokens. Quantizing does not change the predictions of
+these tokens, because queries see their own block in full precision. Each later part uses the
+context's names and facts in another language or format. The last part copies a passage."""
 
 AT_ONCE = GRID // 2
 """The most tokens of a text that are computed together; a divisor of `GRID`."""
@@ -45,9 +45,9 @@ class Estimate:
 class Predictions:
     """Predictions after each token of a text: lists with a number, in nats, or a flag per token.
 
-    `nll` is the negative log-likelihood of the next token, `above` its excess over full precision,
-    `divergence` the KL divergence from the full-precision prediction, and `same` whether the
-    likeliest token is the same as in full precision.
+    `nll` is the negative log-likelihood of the next token. `above` is its excess over full
+    precision. `divergence` is the KL divergence from the full-precision prediction. `same`: whether
+    the likeliest token is the same as in full precision.
     """
 
     nll: list[float] = field(default_factory=list)
@@ -56,7 +56,6 @@ class Predictions:
     same: list[bool] = field(default_factory=list)
 
     def add(self, more: Predictions, start: int = 0) -> None:
-        """Append the predictions of `more` from index `start` on."""
         for name, values in vars(self).items():
             values += getattr(more, name)[start:]
 
@@ -78,7 +77,6 @@ class Predictions:
 
     @property
     def agreement(self) -> Estimate:
-        """The share of predictions with the same likeliest token as in full precision."""
         return _mean(self.same)
 
     @property
@@ -87,7 +85,6 @@ class Predictions:
 
     @property
     def divergence_p99_nats(self) -> float:
-        """The 99th percentile of the tokens' divergence."""
         return sorted(self.divergence)[math.ceil(0.99 * len(self.divergence)) - 1]
 
 

@@ -65,9 +65,9 @@ class PrefillMemory:
 
     `token_bytes` are one layer's activations, for each token. `score_bytes` are the scores of
     attention that is not fused, for each pair of token and key. `key_bytes` are one layer's
-    dequantized keys and values, for each key, cached or new. No layer sees more than `window`
-    cached keys, unless that is None. With `stops_every`, chunks end at multiples of this number,
-    where checkpoints are made. Only the generation thread calls `learn`; any thread may read.
+    dequantized keys and values, for each key, cached or new. `window` is the most cached keys that
+    a layer sees, if there is a limit. Checkpoints are made at multiples of `stops_every`, so chunks
+    end there. Only the generation thread calls `learn`; any thread may read.
     """
 
     token_bytes: float
@@ -77,10 +77,9 @@ class PrefillMemory:
     stops_every: int | None = None
     window: int | None = None
     most_factor: float = math.inf
-    """The highest factor."""
     _factors: Mapping[int, float] = field(default_factory=dict)
-    """For each bit length of a position, the measured bytes of chunks as a multiple of the
-    formula's. The mapping is replaced, never changed."""
+    """The measured bytes of chunks as a multiple of the formula's, by the bit length of the
+    position. The mapping is replaced, never changed."""
 
     @classmethod
     def of(cls, model: Any, spec: ModelCacheSpec, limit_bytes: int) -> PrefillMemory:
@@ -127,7 +126,7 @@ class PrefillMemory:
         """Learn that a chunk after `position` cached tokens took `n_bytes`.
 
         Predictions rise at once and fall slowly. A short chunk is mostly overhead, unless the limit
-        made it short. So it is judged as `_LEAST_LEARNED` tokens, and never lowers predictions.
+        made it short. So it counts as `_LEAST_LEARNED` tokens, and never lowers predictions.
         """
         predicted = self._formula(n_tokens, position)
         place, before = position.bit_length(), self._factor(position)
@@ -144,7 +143,6 @@ class PrefillMemory:
         self._factors = {**self._factors, place: factor}
 
     def _factor(self, position: int) -> float:
-        """Return the factor for this position; if unknown, up to twice the highest factor."""
         factors, place = self._factors, position.bit_length()
         if place in factors:
             return factors[place]
@@ -165,7 +163,7 @@ class PrefillMemory:
 class SequenceMemory:
     """The size of a token, and of a row without its tokens, from the shapes of a model's arrays.
 
-    `windows` has pairs: a window's tokens, and a token's bytes in all layers with that window.
+    `windows` pairs a window, in tokens, with a token's bytes in all layers with that window.
     """
 
     token_bytes: int = 0
@@ -194,7 +192,6 @@ class SequenceMemory:
         )
 
     def with_draft(self, draft: SequenceMemory) -> SequenceMemory:
-        """Return the memory of sequences that also have the caches of a draft model."""
         return replace(
             self,
             token_bytes=self.token_bytes + draft.token_bytes,
@@ -236,7 +233,7 @@ class SequenceMemory:
 
 
 def _activation_bytes(model: Any) -> tuple[int, int]:
-    """Return the bytes of a token in the widest layer, and of one number in most weights or scales.
+    """Return the bytes of a token in the widest layer, and of a number in most floating weights.
 
     A matrix [..., out, in], packed or not, makes `out` numbers for each index in front. In a stack
     of experts, only the experts that are chosen for a token make numbers.
