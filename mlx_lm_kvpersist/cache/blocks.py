@@ -361,12 +361,12 @@ def canary_difference(
 ) -> float:
     """Compute the last tokens of restored caches again; return how much their KV differs.
 
-    The caches hold the tokens `ids`, and are restored at the end. In a slot's keys, or values,
-    each run of `CANARY_TOKENS` tokens has a median of |new - old| / |old|. The result is the
-    largest median, or 0 if the caches cannot be trimmed: states, or windows that have dropped
-    tokens. If `ids` fill their last block of the grid, the recomputed tokens see it quantized, so
-    half the difference is returned. Tokens up to the last image are skipped, because `ids` do not
-    give the image's pixels.
+    The caches hold the tokens `ids`. Their stored KV is put back at the end. In a slot's keys, or
+    values, each run of `CANARY_TOKENS` tokens has a median of |new - old| / |old|. The result is
+    the largest median. It is 0 if the caches cannot be trimmed: states, or windows that have
+    dropped tokens. If `ids` fill their last block of the grid, the recomputed tokens see it
+    quantized, so half the difference is returned. Tokens up to the last image are skipped, because
+    `ids` do not give the image's pixels.
 
     If there are fewer than `least_rows` tokens, each has its own call, because MLX may compile
     kernels for a call of a few rows.

@@ -60,9 +60,10 @@ class CacheKind:
     cache holds keys and values [1, H, S, ...], possibly quantized, of the positions from `first`
     on. `in_order` sorts an array of keys or values by position. `window` is the number of last
     tokens that a sliding cache needs to continue. `filled` returns the attributes to set, besides
-    `offset`, in a cache refilled with positions [start, stop). `can_be_quantized`: whether a
-    SequenceQuantizedKVCache can replace the cache. `most_taken_back` is described at the function
-    of this name; its argument may also be a batch, of a class in `batches`.
+    `offset`, in a cache refilled with positions [start, stop). `refusal` says why a cache is not
+    supported, or "". `can_be_quantized`: whether a SequenceQuantizedKVCache can replace the cache.
+    `most_taken_back` is described at the function of this name. Its argument may also be a batch,
+    of a class in `batches`.
     """
 
     group: GroupKind

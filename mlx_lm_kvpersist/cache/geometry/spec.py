@@ -182,7 +182,7 @@ class ModelCacheSpec:
 
     @cached_property
     def layout(self) -> str:
-        """A name for the way this model's KV is stored.
+        """A name for the way this model's KV is stored; no two ways share a name.
 
         It lists the precisions of layers in order. If precisions differ, as when head sizes do,
         each is followed by "*" and its number of layers: "k8rv4rb64*12,k8rv4rb32*2,c256". "c256"
