@@ -114,7 +114,6 @@ class BlockStore:
         self.lower.append(self.shared)
 
     def _land(self, commit: Commit, entries: Iterable[KVBlock]) -> None:
-        """Put fetched records into RAM, and submit them for writing."""
         task = self._task(commit, {entry.block.key: entry for entry in entries})
         self.n_changes += 1
         self.turns_not_saved += self.writer.submit_commit(task)
@@ -130,7 +129,7 @@ class BlockStore:
         return list(blocks.values())[:limit]
 
     def ram_first(self, root: bytes, prompt: str | bytes) -> RamFirst:
-        """Return a source of blocks. One query to each lower tier finds where RAM is enough."""
+        """Return a source of blocks. Each lower tier is asked once, to find where RAM is enough."""
         path: dict[bytes, bytes] = {}
         parent: bytes | None = root
         position = 0
@@ -151,12 +150,10 @@ class BlockStore:
         return any(key in tier for tier in self.tiers)
 
     def tier_of(self, key: bytes) -> str:
-        """Return the name of the tier that a stored block or checkpoint is read from."""
         *upper, last = self.tiers
         return next((tier.name for tier in upper if key in tier), last.name)
 
     def checkpoints(self, blocks: Sequence[bytes]) -> dict[bytes, list[Checkpoint]]:
-        """Return the checkpoints of blocks in all tiers, by the block's key."""
         tiers = reversed(self.tiers)
         checkpoints = {c.key: c for tier in tiers for c in tier.checkpoints(blocks)}
         by_block: dict[bytes, list[Checkpoint]] = {}
@@ -197,8 +194,8 @@ class BlockStore:
     ) -> None:
         """Put a commit's new records into RAM, and save the commit in the background.
 
-        Unsaved records stay in RAM. If `loss_s`, the time to compute the checkpoints again,
-        is short, they are postponed. Earlier blocks of `chain` that the disk lacks are also saved.
+        `loss_s` is the time to compute the checkpoints again. If it is short, they are postponed.
+        Earlier blocks of `chain` that the disk lacks are also saved.
         """
         entries = {block.key: KVBlock.of(block, arrays) for block, arrays in new}
         keys = [block.key for block in commit.blocks]
@@ -217,7 +214,7 @@ class BlockStore:
             self.writer.postpone(keys[-1], later_task, has_ended=commit.leaf is not None)
 
     def _lacking(self, commit: Commit, chain: Sequence[Block]) -> list[Block]:
-        """Return the blocks just before a commit that the disk lacks, if a tier is below it."""
+        """Return the blocks before a commit that the disk lacks, if a tier is below the disk."""
         if len(self.below) == 1 or not commit.blocks:
             return []
         before = (block for block in reversed(chain) if block.start < commit.blocks[0].start)
@@ -242,7 +239,7 @@ class BlockStore:
     def ends(self, chain: Sequence[Block], session: str | None) -> set[bytes]:
         """Return the keys of a chain's blocks in which other sessions end or will end.
 
-        A session is another if its name is not `session`, or it is pinned.
+        Sessions whose name is not `session` and pinned sessions are other sessions.
         """
         keys = [block.key for block in chain]
         stored = self.view.sessions_at(*keys)
@@ -268,7 +265,6 @@ class BlockStore:
             self.writer.write_postponed()  # written records may be evicted
 
     def replies(self, root: bytes, digests: Sequence[bytes]) -> dict[bytes, bytes]:
-        """Return the packed ids of replies, by digest."""
         waiting = {
             digest: packed_ids
             for commit in self.writer.commits()
@@ -288,7 +284,6 @@ class BlockStore:
         self.change_index("mark used blocks", lambda index: index.touch(chain[-1], checkpoints))
 
     def drain(self) -> None:
-        """Return when everything submitted so far is on disk."""
         self.writer.drain()
 
     def stats(self, *, all_files: bool = True) -> dict[str, Any]:
@@ -347,10 +342,7 @@ class BlockStore:
     # Writer thread.
 
     def _save(self, tasks: Sequence[Task]) -> None:
-        """Write the commits of tasks. If a commit fails, its blocks stay in RAM, but unpinned.
-
-        Notes share a transaction. If one note fails, the other notes are written.
-        """
+        """Write tasks: commits, or notes. A failed commit's blocks stay in RAM, but unpinned."""
         if tasks[0].is_note:
             self.disk_tier.change("note the reuse of blocks", partial(self._note, tasks))
             return

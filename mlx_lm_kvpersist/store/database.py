@@ -25,7 +25,8 @@ _WAIT_S = 30.0
 _READERS_MS = 50
 """How long emptying the log waits for readers. A query takes less; a backup may take hours."""
 _TURN_S = 5.0
-"""How long a thread waits for the lent connection before it opens its own."""
+"""How long a thread waits for the lent connection before it opens its own: the thread that has the
+connection may be waiting for a disk."""
 _LAST_TURN_S = 1.0
 """How long closing waits for a thread that has the lent connection."""
 _MOST_AT_ONCE = 400
@@ -102,7 +103,6 @@ class Database:
         self._n_opened += 1
 
     def is_current(self) -> bool:
-        """Say whether the path still leads to the file that was opened."""
         try:
             return os.stat(self.path).st_ino == self._inode
         except OSError:
@@ -144,10 +144,7 @@ class Database:
         return db
 
     def close(self) -> None:
-        """Answer no more queries; close this thread's and the lent connection. Any thread.
-
-        A thread that still has the lent connection closes it afterwards.
-        """
+        """Answer no more queries; close this thread's and the lent connection. Any thread."""
         with suppress(Empty):
             self._lent.get(timeout=_LAST_TURN_S)
         self._is_closed = True
@@ -160,10 +157,7 @@ class Database:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Lend a connection to a short-lived thread. Such threads take turns.
-
-        After waiting `_TURN_S`, a thread opens its own: the borrower may be waiting for a disk.
-        """
+        """Lend a connection to a short-lived thread. Such threads take turns."""
         try:
             self._local.own, has_turn = self._lent.get(timeout=_TURN_S), True
         except Empty:
@@ -238,7 +232,7 @@ class Rows:
     def ask_in(
         self, sql: str, keys: Iterable[Sequence[Any]], *values: Any, types: Sequence[Any] = ()
     ) -> list[Any]:
-        """Return the rows for any number of keys. `sql` uses `values` before `VALUES {}`."""
+        """Return the rows for any number of keys. In `sql`, `{}` must come after all `values`."""
         answers: list[Any] = []
         left = iter(keys)
         while some := list(islice(left, _MOST_AT_ONCE)):
@@ -425,7 +419,6 @@ def prepare(db: sqlite3.Connection, path: Path, *, check_all: bool) -> None:
 
 
 def recount(db: sqlite3.Connection) -> None:
-    """Count totals and children again."""
     db.execute(
         "UPDATE blocks SET n_children = "
         "(SELECT count(*) FROM blocks AS child WHERE child.parent = blocks.key) "

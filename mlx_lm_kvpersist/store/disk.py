@@ -1,7 +1,7 @@
 """The store on disk: files and an index, within budgets. One process changes it at a time.
 
 index.sqlite      the content of the files, quick to query; can be rebuilt from them
-blocks/ab/        a safetensors file for each block whose key begins with ab
+blocks/ab/        a safetensors file for each block whose file name begins with ab
 checkpoints/ab/   the same for checkpoints, which may be evicted before their blocks
 sessions/         a JSON file for each session with a name or a pin
 quarantine/       files that failed a check, each with the reason
@@ -71,9 +71,8 @@ Progress = Callable[[int, int], None]
 class DiskStore:
     """The folder of a store: its index, and its files within limits.
 
-    Opening makes a missing folder, with mode 0700, and rebuilds a missing or damaged index.
-    `check_all` reads the whole index to find damage, which takes time; `check_index` can do that
-    later. Raises StoreError when the folder cannot be used.
+    Opening makes a missing folder (mode 0700), and rebuilds a missing or damaged index. `check_all`
+    reads the whole index to find damage. Raises StoreError when the folder cannot be used.
     """
 
     def __init__(
@@ -117,7 +116,6 @@ class DiskStore:
         self._opened(self.index.reopen)
 
     def _opened(self, open_index: Callable[..., Opened]) -> Opened:
-        """Open the index; if it is missing or damaged, take the lock and rebuild it."""
         path = self.folder / "index.sqlite"
         try:
             return open_index(create=False)
@@ -126,8 +124,7 @@ class DiskStore:
                 raise
         with self.lock.held():
             try:
-                # An empty file counts as missing: with an empty index, a sweep would remove all
-                # blocks.
+                # With an empty index, a sweep would remove all blocks.
                 if not is_empty(path) or not (self.folder / "blocks").exists():
                     return open_index()
             except sqlite3.Error as error:
@@ -165,19 +162,17 @@ class DiskStore:
     # Files and rows.
 
     def new_file(self, root: Root, block: Record, arrays: Arrays) -> NewFile:
-        """Return the file to write for a block or checkpoint."""
         write = partial(write_block, block=block, root=root, arrays=arrays, files=self.files)
         return NewFile(block, file_bytes(metadata_of(block, root), arrays), write)
 
     def has(self, key: bytes, name: str = Block.folder) -> bool:
-        """Say whether a block or a checkpoint has both its row and its file."""
         return os.path.exists(self.files.path_of(key, name)) and key in self.index
 
     def gap(self, leaf: bytes, root: Root) -> bytes | None:
-        """Return the last missing block before a leaf, as `Index.gap` does.
+        """Return the last missing block before a leaf; None if the chain is complete.
 
-        A gap appears if a block that has children goes to quarantine. A complete chain is checked
-        again only after that, or after another thread or process changed the index.
+        A complete chain is checked again only after a block that has children was removed, or
+        another thread or process changed the index.
         """
         if (version := self.index.version()) != self._version:
             self._whole.clear()
@@ -190,7 +185,6 @@ class DiskStore:
         return gap
 
     def set_whole(self, *chain: bytes) -> None:
-        """Remember that the chains to these blocks are complete."""
         if len(self._whole) > _MAX_REMEMBERED:
             self._whole.clear()
         self._whole.update(chain)
@@ -220,7 +214,6 @@ class DiskStore:
             return sizes
 
     def forget_missing(self, key: bytes) -> None:
-        """Remove the row of a block or checkpoint, unless its file exists after all."""
         with self.lock.held():
             if not any(self.files.path_of(key, name).exists() for name in FOLDERS):
                 self.forget(key)
@@ -272,7 +265,7 @@ class DiskStore:
     # Room.
 
     def used_bytes(self) -> int:
-        """Return the size of the store's files in bytes, with announced bytes."""
+        """Return the size of the store's files in bytes, including announced bytes."""
         totals = self.index.totals()
         other_bytes = self.files.n_bytes(*INDEX_FILES, "quarantine")
         announced, _ = staged_bytes(self.files)
@@ -303,8 +296,8 @@ class DiskStore:
         """Evict until `n_bytes` of new records of `root` fit; return False if they cannot fit.
 
         Quarantined files and old replies are removed first, then the least recently used leaves and
-        checkpoints. While the model with the most bytes exceeds its share, its records go
-        first. Pinned sessions and the keys in `keep` stay.
+        checkpoints. While the model with the most bytes exceeds its share, its records go first.
+        Pinned sessions and the keys in `keep` stay.
         """
         n_bytes += self.reserve_bytes if n_bytes else 0
         if n_bytes > self.limits.max_disk_bytes:
@@ -376,7 +369,6 @@ class DiskStore:
         return None
 
     def _excess(self, n_bytes: int) -> int:
-        """Return how many bytes must be evicted before `n_bytes` more fit."""
         over_budget = self.used_bytes() + n_bytes - self.limits.max_disk_bytes
         return max(over_budget, self._below_floor(n_bytes))
 
@@ -463,10 +455,10 @@ def rebuild_index(files: OwnFiles, progress: Progress = lambda done, total: None
 
     If the old index can be read, one transaction replaces its rows: a server may have it open, and
     SQLite forbids moving a file in use. Otherwise the index goes to quarantine, and some small
-    state is lost with it. The caller holds the store's lock.
+    state is lost with it. The caller holds the store's lock. Damaged files are left out.
 
-    Damaged files are left out. Raises OSError if a file cannot be read now: without its row, a
-    sweep would remove it. Raises StoreFormatError if another version wrote the index or blocks.
+    Raises OSError if a file cannot be read now: without its row, a sweep would remove the file.
+    Raises StoreFormatError if another version wrote the index or blocks.
     """
     path = files.folder / "index.sqlite"
     if not is_empty(path):
@@ -500,8 +492,7 @@ def rebuild_index(files: OwnFiles, progress: Progress = lambda done, total: None
 def _refill(index: Index, progress: Progress) -> int:
     """Replace the rows of an index by the files' metadata; return the number of blocks.
 
-    Other processes read the old rows until the transaction ends. Data that are in no file are kept
-    if they can be read: sessions without name and pin, times of use, and all small state.
+    Readable data that no file holds stay: sessions without name or pin, times of use, small state.
     """
     with index.database.transaction() as db:
         used: dict[bytes, float] = {}
@@ -527,10 +518,7 @@ def _refill(index: Index, progress: Progress) -> int:
 
 
 def fill(index: Index, progress: Progress, used: Mapping[bytes, float] | None = None) -> None:
-    """Add the records of all files to an empty index, in one transaction.
-
-    The time of use of a record is its time in `used` or its file's time, whichever is later.
-    """
+    """Add the records of all files to an empty index, in one transaction."""
     files, used = index.files, used or {}
     paths = [path for name in (*FOLDERS, "sessions") for path in sorted(files.paths(name))]
     paths = [path for path in paths if path.suffix != ".tmp"]

@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 _PAGE_BYTES = 4096
 _REMOVE = "remove a file"
-"""An action whose failure does not change a commit's result."""
 
 
 @dataclass(eq=False)
@@ -71,11 +70,10 @@ class Saving:
     def save(self, commits: Sequence[Callable[[], Commit]]) -> list[Saved | Exception | None]:
         """Write the missing files of commits, and commit them; return the results.
 
-        Each function in `commits` returns a commit; it is called under the lock before each plan.
-        Checkpoints that no longer exist, or whose block is not on disk, are left out; the commit
-        then supersedes nothing. A result is None, and is logged, if a needed block was
-        removed from disk and is not in RAM. It is a StoreError if the commit is too big, and
-        another exception if the disk refuses.
+        Each function in `commits` is called under the lock, before each plan. Checkpoints that no
+        longer exist, or whose block is not on disk, are left out; the commit then supersedes
+        nothing. A result is None if a needed block is neither on disk nor in RAM. It is a
+        StoreError if the commit is too big, and another exception if the disk refuses.
         """
         jobs = left = [_Job(make) for make in commits]
         with self._continuing(_REMOVE), closing(self._staging) as staging:
@@ -105,8 +103,7 @@ class Saving:
     def _commit_written(self, jobs: Sequence[_Job]) -> list[_Job]:
         """Plan all jobs, and commit those before the first that lacks files; return the others.
 
-        The transaction begins when a commit has all of its files. If a plan, a commit or the whole
-        transaction fails, nothing is changed, and the exception is raised.
+        If a plan, a commit or the transaction fails, nothing is changed, and the error is raised.
         """
         left, begun = list[_Job](), list[_Job]()
         try:
@@ -147,10 +144,7 @@ class Saving:
     @staticmethod
     @contextmanager
     def _continuing(what: str) -> Iterator[None]:
-        """Log a failure that must neither change a commit's result nor stop other commits.
-
-        After such a failure, files may stay until a sweep.
-        """
+        """Log a failure that must not fail a commit. Files may then stay until a sweep."""
         try:
             yield
         except (OSError, StoreError, sqlite3.Error) as error:
@@ -325,7 +319,6 @@ class DiskTier:
         return [checkpoint for checkpoint, _ in self.view.checkpoints(blocks)]
 
     def chain(self, leaf: bytes) -> list[Block]:
-        """Return the blocks from the root to a leaf; none if a block is missing."""
         return [block for block, _ in self.view.chain(leaf)]
 
     def __contains__(self, key: bytes) -> bool:

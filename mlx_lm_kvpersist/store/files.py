@@ -1,11 +1,9 @@
 """Block files: one safetensors file for each block or checkpoint, named by its key.
 
 A file holds KV arrays (possibly none) and all metadata from which the index can be rebuilt. The
-checksum covers names, shapes, dtypes and bytes of all arrays and the metadata; it is verified on
-every read.
-
-The sizes in a file's header are limited, and must match the file's size. Source of the format:
-https://github.com/huggingface/safetensors (8 bytes of length, JSON, arrays).
+checksum covers the metadata, and names, shapes, dtypes and bytes of all arrays. It is verified
+whenever arrays are read. Source of the format: https://github.com/huggingface/safetensors (8 bytes
+of length, JSON, arrays).
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from ..errors import BlockCorrupt, StoreFormatError
 from .folder import OwnFiles
 
 FORMAT = 1
-"""The format of a file; a reader refuses a newer one."""
+"""The format of a file. Newer formats are refused."""
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors library (huggingface/safetensors, MAX_HEADER_SIZE)."""
@@ -85,7 +83,6 @@ def _plain(array: mx.array) -> Any:
 
 
 def metadata_of(block: Record, root: Root) -> dict[str, str]:
-    """Return the metadata of a block's or a checkpoint's file, without the checksum."""
     named = {"format": str(FORMAT), "key": block.key.hex()}
     if isinstance(block, Checkpoint):
         own = {"block": block.block.hex(), "kind": block.kind, "n_tokens": str(block.n_tokens)}

@@ -1,19 +1,17 @@
 """The plugin's own files in a folder: the only module that opens, moves or removes them.
 
-A file in a store's folder or in a shared folder is the plugin's own if its name has exactly a form
-that the plugin gives, if it is a regular file, and if its path below the folder has no link. No
-other file is moved, removed or counted. The folder itself may be reached through a link.
+A regular file is the plugin's own if its name has exactly a form that the plugin gives, and if its
+path below the folder has no link. No other file is moved, removed or counted. The folder itself may
+be reached through a link.
 
 New files are written without the lock, and moved into the store under it:
 
-    lock                                locked (flock) by the process that changes the store;
-                                        names that process and the time
-    writing/1a2b3c4d.lock               locked (flock) by its process; says how many bytes the
-                                        process may write
+    lock                                locked (flock) while a process changes the store; names it
+    writing/1a2b3c4d.lock               locked (flock) by its process; has its announced bytes
     writing/1a2b3c4d-KEY.safetensors    a block or checkpoint that this process writes
 
-Bytes that a process has announced so count as used: no other process takes this space. If a process
-ends in any way, its lock ends, too; the next sweep then removes its files.
+Announced bytes count as used: no other process takes this space. If a process ends in any way, its
+lock ends too; the next sweep then removes its files.
 """
 
 from __future__ import annotations
@@ -419,8 +417,6 @@ def whole_file(path: Path, *, fsync: bool = False) -> Iterator[BinaryIO]:
 
 
 class _Held(local):
-    """How deeply a thread has nested `held`, and the descriptor of the lock's file."""
-
     depth = 0
     descriptor = -1
 
@@ -533,7 +529,6 @@ class Staging:
                         self._files.remove(path)
 
     def path(self, key: bytes) -> Path:
-        """Return the path of the file of a block or checkpoint until it is committed."""
         name = f"{self._name}-{self._files.encryption.file_name(key)}.safetensors"
         return self._files.folder / f"{_STAGED}/{name}"
 
@@ -552,7 +547,7 @@ class Staging:
 
 
 def staged_bytes(files: OwnFiles) -> tuple[int, int]:
-    """Return how many bytes were announced, and how many of them are on disk. Under the lock."""
+    """Return the bytes announced or written, and the bytes on disk. Exact only under the lock."""
     announced = written = 0
     for path in files.paths(_STAGED):
         try:

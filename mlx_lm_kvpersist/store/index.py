@@ -76,7 +76,7 @@ class Index(Rows):
             raise IndexDamaged(f"its schema is damaged: {error.object!r}") from error
 
     def close(self) -> None:
-        """Answer no more queries, and close this thread's connection. Any thread."""
+        """Answer no more queries. Any thread."""
         self.database.close()
 
     def view(self, failed: Callable[[str, Exception], None], hidden: Collection[bytes]) -> Index:
@@ -126,7 +126,6 @@ class Index(Rows):
         return self._nodes(where, 8 * limit, root.key, limit)
 
     def branches(self, path: Mapping[bytes, bytes]) -> set[bytes]:
-        """Return the parents that have a child besides the child that `path` gives."""
         rows = self.ask_in(
             "WITH step(parent, child) AS (VALUES {}) "
             "SELECT parent FROM step WHERE EXISTS (SELECT 1 FROM blocks "
@@ -141,7 +140,6 @@ class Index(Rows):
         return [Block(*row) for row in rows if len(row[3]) % 4 == 0]
 
     def __contains__(self, key: bytes) -> bool:
-        """Say whether there is a block or a checkpoint of this key."""
         tables = "SELECT key FROM blocks UNION ALL SELECT key FROM checkpoints"
         # As in `children`, hidden records are checked first.
         return key not in self._hidden and bool(
@@ -217,7 +215,6 @@ class Index(Rows):
         )
 
     def keys(self, table: str = "blocks") -> set[bytes]:
-        """Return the keys of all blocks, or of all "checkpoints"."""
         return {key for (key,) in self.ask(f"SELECT key FROM {table}", types=(bytes,))}
 
     def unused(self, model: str) -> Iterator[tuple[float, bool, int, bytes, bytes]]:
@@ -303,7 +300,7 @@ class Index(Rows):
     def session_of(self, commit: Commit) -> Session | None:
         """Return the longest session of the commit's name that ends in the commit's chain.
 
-        The blocks before the turn's are searched only if no session ends in the turn's blocks.
+        Earlier blocks are searched only if no session ends in the turn's or in replaced blocks.
         """
         root, leaf = commit.root.key, commit.leaf
         assert leaf is not None
@@ -356,7 +353,6 @@ class Index(Rows):
         return models
 
     def namespace(self, session: Session) -> str | None:
-        """Return the namespace of a session; None if its root is lost."""
         root = self.root(session.root)
         return root.namespace if root else None
 
@@ -372,7 +368,6 @@ class Index(Rows):
         return Totals(*(n if isinstance(n, int) else 0 for n in rows[0])) if rows else Totals()
 
     def faults(self) -> list[str]:
-        """Return the faults of rows and totals, one line for each kind."""
         return faults(self.database.connection)
 
     # Changes.
@@ -418,10 +413,9 @@ class Index(Rows):
     ) -> list[bytes]:
         """Add records whose files are in place, and move the session, completely or not at all.
 
-        `new` has the new records, each with the size of its file in bytes. `session` ends in the
-        commit's leaf; its time of use is the commit's; its file has `sidecar_bytes`. No other
-        session may end in a replaced block. Rows that contradict the commit are corrected. Return
-        the keys of removed checkpoints: superseded checkpoints, and checkpoints of replaced blocks.
+        `new` has the new records with the sizes of their files in bytes. `session` ends in the
+        commit's leaf. No other session may end in a replaced block. Rows that contradict the commit
+        are corrected. Return the keys of removed checkpoints: superseded, or of replaced blocks.
         """
         root, leaf = commit.root, commit.leaf
         with self.database.transaction() as db:
@@ -466,7 +460,6 @@ class Index(Rows):
             self.state.forget_note(session_id)
 
     def touch(self, key: bytes, checkpoints: Iterable[Checkpoint] = ()) -> None:
-        """Mark a block and checkpoints as used now."""
         with self.database.transaction() as db:
             now = self.now()
             db.execute("UPDATE blocks SET used = ? WHERE key = ?", (now, key))
@@ -497,7 +490,6 @@ class Index(Rows):
     def _use_checkpoints(
         self, db: sqlite3.Connection, checkpoints: Iterable[Checkpoint], now: float
     ) -> None:
-        """Mark checkpoints as used, and correct their rows."""
         db.executemany(
             "UPDATE checkpoints SET block = ?, kind = ?, n_tokens = ?, used = ? WHERE key = ?",
             [(p.block, p.kind, p.n_tokens, now, p.key) for p in checkpoints],

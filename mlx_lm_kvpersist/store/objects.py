@@ -26,7 +26,7 @@ from .writer import Result, Threads
 ANSWER_S, CONNECT_S = 9, 2
 """Time limits of an operation and of connecting, in seconds. No operation is retried."""
 _N_THREADS = 8
-"""For six threads that fetch, the thread that puts, and a spare."""
+"""Six threads fetch, one thread puts, and one is spare."""
 _AT_ONCE = 100
 """Objects listed or removed in one operation."""
 _PUTTING_S = 3600.0
@@ -146,7 +146,6 @@ class Objects:
             return bytes(answer.bytes())
 
     def age_s(self, name: str) -> float | None:
-        """Return how many seconds ago an object was put; None if it does not exist."""
         try:
             with self._failures(name):
                 meta = self._obstore.head(self._opened(), name)
@@ -162,7 +161,6 @@ class Objects:
             self._obstore.put(self._opened(), name, content)
 
     def list(self) -> Iterator[ListedObject]:
-        """Yield the objects that servers have put."""
         if self._folder is not None:
             for path in OwnFiles(self._folder).paths(OBJECTS):
                 with suppress(FileNotFoundError):  # removed in between
@@ -216,7 +214,6 @@ class TimedObjects:
         self._threads.close(0)
 
     def ask(self, operation: Callable[..., Result], *args: object) -> Result:
-        """Return what an operation of the objects returns."""
         late = NoAnswer(f"it has not answered for {ANSWER_S} s")
         if self.is_hanging:
             raise late

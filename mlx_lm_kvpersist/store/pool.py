@@ -68,7 +68,6 @@ class BlockPool:
             }
 
     def __len__(self) -> int:
-        """Return the number of blocks and checkpoints."""
         return len(self._entries)
 
     def __contains__(self, key: bytes) -> bool:
@@ -160,8 +159,7 @@ class BlockPool:
     def pin(self, keys: Iterable[bytes], *, prefetch: bool = False) -> list[KVBlock]:
         """Keep the pool's entries for these keys until `unpin`; return them.
 
-        As a last resort, an entry that only commits have pinned may be evicted if a tier below has
-        it.
+        As a last resort, a stored entry may be evicted although commits have pinned it.
         """
         with self.lock:
             pinned = [self._entries[key] for key in keys if key in self._entries]
@@ -193,7 +191,6 @@ class BlockPool:
                 self._requeue(entry.block.key)
 
     def remove(self, key: bytes) -> None:
-        """Remove a checkpoint, or a block with its checkpoints."""
         with self.lock:
             for record_key in (key, *self._checkpoints.get(key, ())):
                 if record_key in self._entries:
@@ -205,7 +202,6 @@ class BlockPool:
         return entry is not None and not entry.is_stored and not entry.pins
 
     def drop_unpinned(self, key: bytes) -> None:
-        """Remove a record unless a waiting commit contains it."""
         with self.lock:
             entry = self._entries.get(key)
             if entry is None or not entry.pins:
@@ -234,13 +230,12 @@ class BlockPool:
             return before - self.n_bytes
 
     def resize(self, max_bytes: int) -> int:
-        """Change the budget and evict the excess; return the evicted bytes."""
         with self.lock:
             self.max_bytes = max_bytes
             return self._evict()
 
     def release(self, n_bytes: int) -> int:
-        """Evict `n_bytes`, or all that may be evicted; return the evicted bytes."""
+        """Evict `n_bytes`, but no last resort (`_place_of`); return the evicted bytes."""
         with self.lock:
             return self._evict(self.n_bytes - n_bytes, last_resorts=False)
 
@@ -392,7 +387,7 @@ class Reader:
         self._prefetches: set[Prefetch] = set()
 
     def load(self, block: Record, root: Root) -> KVBlock | None:
-        """Return a block with evaluated arrays; None if it no longer exists or failed a check."""
+        """Return a block with evaluated arrays; None if no tier can return it now."""
         entry = self.pool.get(block.key)
         if entry is None and (entry := self.read(block, root)) is not None:
             entry = self.pool.put(entry)
@@ -429,7 +424,6 @@ class Reader:
         return prefetch
 
     def release_prefetched(self) -> None:
-        """Release everything that was prefetched."""
         for prefetch in list(self._prefetches):
             prefetch.release()
 

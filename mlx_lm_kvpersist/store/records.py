@@ -20,14 +20,11 @@ from ..match import BlockSource
 from .folder import OwnFiles
 
 RAM, DISK, SHARED = "ram", "disk", "shared"
-"""Names of tiers."""
 SESSION_COLUMNS = "id, root, name, leaf, n_tokens, pinned, created, used"
 
 
 @dataclass(frozen=True)
 class StoreLimits:
-    """The limits of a store."""
-
     max_ram_bytes: int
     max_disk_bytes: int
     min_free_bytes: int = 0
@@ -41,11 +38,10 @@ class StoreLimits:
 class KVBlock:
     """A block or checkpoint in RAM, and its KV arrays.
 
-    `is_stored`: a tier below RAM also has the record. `pins` is the number of waiting commits that
-    contain it. `prefetched` is the number of prompts for which it was read in advance. `tier` names
-    the tier that it was read from, and `read_s` is how long that took; a restore that proves the
-    record resets both. `used` is larger if the last use was later. `place` is its place in the
-    order of eviction, and None while the entry must stay.
+    `is_stored`: a tier below RAM has it, too. `pins` counts the waiting commits that contain it.
+    `prefetched` counts the prompts for which it was read in advance. It was read from `tier` in
+    `read_s` seconds; a restore that proves the record resets both. `used` grows with each use.
+    `place`, in the order of eviction, is None while the entry must stay.
     """
 
     block: Record
@@ -66,7 +62,6 @@ class KVBlock:
 
     @classmethod
     def of(cls, block: Record, arrays: Any) -> KVBlock:
-        """Return the entry of a record."""
         n_bytes = sum(array.nbytes for array in arrays.values())
         if isinstance(block, Block):
             n_bytes += len(block.packed_ids) + len(block.text)
@@ -77,9 +72,9 @@ class KVBlock:
 class Leaf:
     """The end of one conversation: `n_tokens` tokens, the last of them in block `key`.
 
-    `name` is the client's name for it, if any. `replaced` has pairs of keys: of a block whose
-    tokens are now in a longer block, and of the longer block. The former is removed unless another
-    session ends in it. `note` is for people. The prompt was rendered from `messages`.
+    The client gives the `name`. `replaced` has pairs of keys: a short block, and a longer block
+    that has all of its tokens. The short block is removed unless another session ends in it. `note`
+    is for people. The prompt was rendered from `messages`.
     """
 
     name: str | None
@@ -96,11 +91,11 @@ class Leaf:
 class Commit:
     """A change of the store, made completely or not at all: a turn, part of a prompt, or replies.
 
-    `blocks` are the new blocks, in order. A record stays pinned in the pool until it is on disk.
-    A leaf is the end of the last block; without a leaf, the turn has not ended. `checkpoints`
-    belong to these blocks, or to blocks on disk. `superseded` checkpoints are removed afterwards.
-    `replies` has, by digest, the packed ids of replies that do not decode to the text that the
-    client saw. The prompt of these replies was rendered from `messages`.
+    A record stays pinned in the pool until it is on disk. `blocks` are in order. The leaf is the
+    end of the last block; without a leaf, the turn has not ended. `checkpoints` belong to these
+    blocks, or to blocks on disk. `superseded` checkpoints are removed afterwards. `replies` has, by
+    digest, the packed ids of replies that do not decode to the text that the client saw. The prompt
+    of these replies was rendered from `messages`.
     """
 
     root: Root
@@ -166,8 +161,6 @@ class Session:
 
 @dataclass(frozen=True)
 class Totals:
-    """Numbers of blocks and checkpoints, and the bytes of their files."""
-
     n_blocks: int = 0
     block_bytes: int = 0
     n_checkpoints: int = 0

@@ -74,7 +74,6 @@ class StoredRuns:
         return True
 
     def after(self, root: Root, run: Sequence[int], n: int) -> list[int]:
-        """Return up to `n` ids that came after the end of a run; none if the run is unknown."""
         read = self._known
         return [] if read is None or read[1] != root else read[2].after(run, n)
 

@@ -51,7 +51,6 @@ class Listed(NamedTuple):
 
 
 def header_of(session: Mapping[str, Any], n_blocks: int, files: Sequence[Listed]) -> bytes:
-    """Return the first line of an exported file; `session` describes its session."""
     content = {
         _FORMAT_KEY: SESSION_FORMAT,
         "session": session,
@@ -212,9 +211,9 @@ def export_parts(
 def import_session(disk: DiskStore, source: SessionFile) -> tuple[Session, Sequence[Record], bool]:
     """Write a checked session to a store, within its budget, completely or not at all.
 
-    A session of the same name stays if it continues the imported session, and is moved to the
-    imported end if it ends before that. Return the session, its new records, and whether it was
-    added or moved. Raises StoreError.
+    A session of the same name stays if it continues the imported session. If it ends before the
+    imported end, it is moved there. Return the session, its new records, and whether it was added
+    or moved. Raises StoreError.
     """
     leaf = Leaf(source.name, source.blocks[-1].key, source.blocks[-1].stop)
 

@@ -1,10 +1,8 @@
 """The shared tier: blocks in a bucket or folder that several servers use.
 
-Blocks never change, so servers need no coordination: each server puts missing blocks, fetches the
-blocks that a prompt needs, and checks them (`shared_objects`). Before a request is queued, its HTTP
-thread fetches as long as that is quicker than computing; a lookup never asks the store.
-
-A separate thread puts records. Waiting objects are on disk, not in RAM.
+Blocks never change, so servers need no coordination. Before a request is queued, its HTTP thread
+fetches blocks as long as that is quicker than computing; a lookup never asks the store. A separate
+thread puts missing objects, which wait on disk, not in RAM.
 """
 
 from __future__ import annotations
@@ -75,8 +73,7 @@ class _Turn:
 class Putting:
     """Puts blocks, checkpoints and conversations.
 
-    `disk` has the records, and `replies_of` returns the remembered replies among messages. The
-    oldest objects are removed if all servers have put more than `max_bytes`.
+    The oldest objects are removed if all servers have put more than `max_bytes`.
     """
 
     def __init__(
@@ -86,7 +83,7 @@ class Putting:
         self._max_bytes, self._prune_at_s = max_bytes, time.monotonic()
         self._turns: OrderedDict[bytes, _Turn] = OrderedDict()
         self.waiting: deque[tuple[Record | _Turn | bytes, int]] = deque()
-        """Objects to put, each with its failed attempts. A key means the chain that ends in it."""
+        """Objects to put, each with its number of failures. A key means the chain to this block."""
         self._since_s = 0.0
         self._changes = SimpleQueue[None]()
         self._is_closing = self._is_busy = False
@@ -141,7 +138,6 @@ class Putting:
 
     @property
     def has_done_all(self) -> bool:
-        """Whether the queue is empty, or putting has failed."""
         return not self._is_busy and (not self.waiting or bool(self._store.failed_with))
 
     def _work(self) -> None:

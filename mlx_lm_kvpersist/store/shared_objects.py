@@ -1,10 +1,7 @@
-"""A shared store's objects by key: encrypted, named, checked and counted. A failing store is
-skipped for a time.
+"""A shared store's objects by key: encrypted, named, checked and counted. Any thread.
 
-A damaged object is a miss, and is replaced when this server has its content. Any thread.
-
-A conversation's object is named after the first messages. It has the newest chain, and remembered
-replies, which another server may have computed.
+A damaged object is a miss, and is replaced when this server has its content. A conversation's
+object is named after the first messages. It has the newest chain, and remembered replies.
 """
 
 from __future__ import annotations
@@ -139,10 +136,7 @@ class Breaker:
 
 
 class SharedObjects:
-    """The objects that a server reads and writes. Raises what `TimedObjects` raises.
-
-    A missing object is a miss and raises no FileNotFoundError.
-    """
+    """Reads and writes objects; a missing object is a miss. Raises what `TimedObjects` raises."""
 
     def __init__(self, objects: Objects, encryption: Encryption, failures: Failures) -> None:
         self._objects, self.objects = objects, TimedObjects(objects)
@@ -180,7 +174,6 @@ class SharedObjects:
         return self.reads.failed_with or self.writes.failed_with
 
     def path(self, key: bytes) -> str:
-        """Return the name of an object in the bucket or folder."""
         name = self._encryption.object_name(key)
         return f"{OBJECTS}/{name[:2]}/{name}"
 
@@ -244,7 +237,6 @@ class SharedObjects:
         self.seen_s[key] = time.time()
 
     def is_seen(self, key: bytes) -> bool:
-        """Say whether an object was recently known to exist."""
         seen_s = self.seen_s.get(key, -math.inf)
         return 0 <= time.time() - seen_s < ASK_AGAIN_S
 

@@ -66,9 +66,9 @@ class SmallState(Rows):
     def forget_replies(self, root: bytes, blocks: Sequence[Block], n_kept: int) -> None:
         """Remove a conversation's replies, except those that another conversation may have, too.
 
-        Others have the first `n_kept` blocks. A stored reply is JSON (request/replies.py). A
-        conversation may lack the last id of its last reply, which the model has not read.
-        O(replies of the root + text).
+        Other conversations have the first `n_kept` blocks. A stored reply is JSON
+        (request/replies.py). The model has not read the last id of the conversation's last reply,
+        so the blocks may lack it. O(replies of the root + text).
         """
         texts, ids = [b.text.encode() for b in blocks], [b.packed_ids for b in blocks]
         text, n_kept_bytes = b"".join(texts), len(b"".join(texts[:n_kept]))
@@ -113,7 +113,6 @@ class SmallState(Rows):
         return None
 
     def _put(self, key: str, content: Any) -> None:
-        """Persist a JSON value in place of the previous value."""
         with self.database.transaction() as db:
             row = key, _checked(key, json.dumps(content))
             db.execute("INSERT OR REPLACE INTO state VALUES (?, ?)", row)
@@ -136,7 +135,6 @@ class SmallState(Rows):
         return [one for one in sessions if wanted in texts(one).casefold()] if find else sessions
 
     def add_note(self, session_id: str, **fields: str) -> None:
-        """Add to the note of a session."""
         before = self.note(session_id) if fields else {}
         if (after := before | fields) != before:
             self._put(f"{_NOTE}{session_id}", after)
@@ -146,7 +144,6 @@ class SmallState(Rows):
             db.execute("DELETE FROM state WHERE key = ?", (f"{_NOTE}{session_id}",))
 
     def forget_lost_notes(self) -> None:
-        """Remove the notes of sessions that no longer exist."""
         with self.database.transaction() as db:
             db.execute(
                 "DELETE FROM state WHERE key GLOB ?1 || '*' "
@@ -252,7 +249,6 @@ def _checksum(*contents: bytes) -> bytes:
 
 
 def _checked(key: str, text: str) -> str:
-    """Return the checksum, then the text."""
     return _checksum(key.encode(), text.encode()).hex() + text
 
 

@@ -140,8 +140,7 @@ class StoredSessions:
     ) -> dict[str, Any]:
         """Return the ids of sessions, and how many bytes deleting them all would free on disk.
 
-        `find` selects all sessions that contain it; without it, `ids` names the sessions. An id of
-        a deleted session is left out.
+        Without `find`, `ids` names the sessions. Ids of deleted sessions are left out.
         """
         with _readable(), self._store.index.asked_once() as index:
             sessions = index.sessions()
@@ -173,7 +172,7 @@ class StoredSessions:
         return self.changed(change)
 
     def export(self, session_id: str) -> tuple[int, Iterator[bytes]]:
-        """Write a session's waiting blocks; return the exported size in bytes, and the parts."""
+        """Write a session's postponed checkpoints; return the exported size in bytes, and parts."""
 
         def find(disk: DiskStore) -> tuple[Session, list[Record]]:
             session = _session(disk, session_id)

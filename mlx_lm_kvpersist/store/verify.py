@@ -22,8 +22,6 @@ from .records import Session, has_sidecar, read_sidecar, sidecar_path
 
 
 class Fault(str, Enum):
-    """A kind of fault of a store."""
-
     CORRUPT = "corrupt"
     """The file of a block or a checkpoint does not match its name, metadata or checksum."""
     UNREADABLE = "unreadable"
@@ -31,8 +29,7 @@ class Fault(str, Enum):
     MISSING = "missing"
     """A block or checkpoint of the index has no file."""
     UNREACHABLE = "unreachable"
-    """A block's parent is missing or ends at another position, or a checkpoint's block is
-    missing."""
+    """A block's parent is missing or ends elsewhere, or a checkpoint's block is missing."""
     MISMATCH = "mismatch"
     """The index contradicts the file of a block or checkpoint, and the file is intact."""
     ORPHAN = "orphan"

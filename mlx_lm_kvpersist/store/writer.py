@@ -1,8 +1,5 @@
 """The writer: one thread that changes the store, so that generation never waits for a disk.
 
-`Threads` run all other tasks that may wait for a disk or a network. The process can exit while they
-wait.
-
 Checkpoints that the next turn will probably supersede are postponed. They are written if their
 conversation does not continue, if too much is postponed, and when the store is drained or closed.
 """
@@ -81,7 +78,6 @@ class Threads:
 
 
 def run_into(future: Future[Result], task: Callable[[], Result]) -> None:
-    """Run a task for a future, unless the future is cancelled."""
     if future.set_running_or_notify_cancel():
         try:
             future.set_result(task())
@@ -126,9 +122,7 @@ class Writer:
 
     At most `max_bytes` of blocks and checkpoints wait. If more come, no request waits: the oldest
     commit that a later commit contains is dropped or, if there is none, the oldest commit. The
-    newest commit stays if no other waits and (1) nothing is being written, (2) it and what is being
-    written take at most `2 * max_bytes`, or (3) it takes at most `max_bytes` behind more than
-    `2 * max_bytes`. Half of `max_bytes` more may be postponed.
+    newest commit is dropped only if `_fits` refuses it. Half of `max_bytes` more may be postponed.
     """
 
     def __init__(self, max_bytes: int, save: Callable[[Sequence[Task]], object]) -> None:
