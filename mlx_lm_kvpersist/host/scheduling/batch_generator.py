@@ -1,8 +1,7 @@
 """The server's batch generator: steps of the replies and, between them, chunks of prompts.
 
 A prompt waits in the queue, is computed in chunks (`prefill.py`), and joins the replies. If memory
-is short, replies are parked and computed again later. Prompts that failed together are also
-computed again.
+is short, a reply is parked, and computed again later.
 
 Each step first decides, then acts. If several ranks compute the model, rank 0 decides for all.
 """
@@ -48,21 +47,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Decision:
-    """The actions of one step, by the uids of the sequences.
-
-    `stopped`: prompts whose clients left. `parks`: whether the youngest reply is parked, because
-    memory does not suffice. `returning`: parked sequences for which there is room again. `begins`:
-    groups of prompts whose replies begin together. `chunk`: the prompts that are computed in
-    one call, and how many tokens of each; the prompt whose turn it is comes first. `error`: the
-    error that a plugin raised in the decision.
-    """
+    """The actions of one step, by the uids of the sequences."""
 
     stopped: Sequence[int]
+    """The prompts whose replies nobody needs any more."""
     parks: bool
+    """Whether the youngest reply is parked, because memory does not suffice."""
     returning: Sequence[int]
     begins: Sequence[Sequence[int]]
+    """Groups of prompts whose replies begin together."""
     chunk: Mapping[int, int]
+    """How many tokens of each prompt are computed in one call. The prompt of this turn is first."""
     error: Exception | None
+    """The error of a plugin in the decision."""
 
 
 def plugin_batch_generator(stock: type[Any]) -> Callable[..., Any]:
@@ -98,7 +95,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         """The sequences without caches that wait until their plugin lets them enter."""
         self._lookup = PromptLookup(self._caches.most_taken_back)
         self._weighed: tuple[int, ...] = ()
-        """The running sequences when the memory account was last updated."""
+        """The result of `_running` when the memory account was last updated."""
         self._is_short = False
         """Whether memory did not suffice in the last step; if so, no prompt begins."""
         self._n_steps = 0
@@ -107,7 +104,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         self._tokens: list[Any] = []
         """The responses of the last step for replies."""
         self._copied: list[int] = []
-        """The uids of the replies whose rows are in the evaluated caches."""
+        """The uids of the replies when their caches were last evaluated."""
 
     # The public methods of stock's generator.
 
@@ -121,8 +118,8 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
     def next(self) -> tuple[list[Any], list[Any]]:
         """Make one step of the replies, then compute one chunk of one or more prompts.
 
-        Returns stock's responses for prompts and for replies. At the end of a segment stock asks
-        for a prompt's caches, and saves them. If both lists are empty, stock looks for requests.
+        Returns stock's responses for prompts and for replies. If both lists are empty, stock looks
+        for requests.
         """
         if self._looks_first():
             return [], []
@@ -184,13 +181,11 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
 
     @property
     def prompt_cache_nbytes(self) -> int:
-        """The size of all caches in bytes."""
         waiting = chain.from_iterable(prefill.caches for prefill in self.queue)
         computed = chain.from_iterable(prefill.batch.prompt_cache for prefill in self.prefills.all)
         return sum(cache.nbytes for cache in chain(waiting, computed, self.replies.prompt_cache))
 
     def _decode(self) -> tuple[list[Any], float]:
-        """Make one step of all replies; return their tokens, and the seconds taken."""
         rows, is_drafted = self._rows(), False
         self._n_steps += 1
         if self._n_steps % CLEAR_EVERY == 0:
@@ -224,7 +219,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         return len(self.replies), len(self.prefills.all), len(self.queue), n_left, n_periods
 
     def _decide(self, running: tuple[int, ...], step_s: float) -> Decision:
-        """Return the actions of this step. Rank 0 alone."""
+        """Only rank 0 calls this."""
         prompts = [*self.queue, *self.prefills.all, *self.parked]
         replies = {prompt.uid: reply_of(prompt.tokens) for prompt in prompts}
         stopped = [uid for uid, reply in replies.items() if reply and reply.is_stopped]
@@ -277,7 +272,6 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         return max(range(len(self.replies)), key=lambda place: self.replies.uids[place])
 
     def _park(self, place: int) -> None:
-        """Take a reply out of the batch; the plugin saves the reply's caches."""
         batch, tokens = self.replies, self.replies.tokens[place]
         row = row_of(batch, place)
         ids = [*tokens, row._next_tokens.item()]
@@ -312,7 +306,6 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         self.queue.appendleft(parked.again(segments, tokens, list(caches)))
 
     def _admit(self) -> None:
-        """Let prompts begin, as many at a time as the server's options allow."""
         n_prefills = len(self.prefills.all)
         n_running = len(self.replies) + n_prefills
         n_free = min(self.prefill_batch_size - n_prefills, self.completion_batch_size - n_running)
@@ -331,7 +324,6 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             self.prefills.all.append(prompt)
 
     def _batch_of(self, prompt: Prefill) -> Any:
-        """Return a stock batch of one row, with the caches that the plugin has made."""
         batch = PromptProcessingBatch(
             model=self.model,
             uids=[prompt.uid],
@@ -349,7 +341,6 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         return batch
 
     def _compute(self, chunk: dict[Prefill, int], error: Exception | None) -> None:
-        """Compute the next tokens of prompts, and let the plugin save them."""
         if error is not None:
             raise error
         self.prefills.compute(chunk, beside=len(self.replies) > 0)
@@ -404,10 +395,9 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
     # Failures. Stock removes a failed request only after one more response, which `_end` adds.
 
     def _guarded(self, prefills: Collection[Prefill], act: Callable[[], None], step: Step) -> None:
-        """Call `act` for prompts. If a single prompt fails, its request ends.
+        """Call `act`. If several prompts fail together, each is computed again alone.
 
-        If several prompts fail together, each is computed again alone: only the faulty prompt fails
-        then, and a single prompt needs less memory.
+        Only the faulty prompt fails then, and a single prompt needs less memory.
         """
         try:
             act()
@@ -467,5 +457,4 @@ def stops_of(batch: Any) -> Any:
 
 
 def reply_of(tokens: Any) -> Any:
-    """Return the queue of a sequence's reply, None if no plugin took its request."""
     return tokens.taken.reply if isinstance(tokens, TakenTokens) else None

@@ -1,7 +1,8 @@
 """The images of a prompt: ids that identify them in every comparison of prompts.
 
 The model reads the same ids for all images of one size. Stock tells images apart by 60 bits of
-their URLs' hash. Here an image's first token is the whole SHA-256 of its pixels (`image_ids`).
+their URLs' hash. Here an image's first id is the SHA-256 of its processed pixels (`image_ids`), so
+another format or URL of the same pixels is the same image.
 """
 
 from __future__ import annotations
@@ -19,11 +20,7 @@ from ..attachments import IMAGE_KINDS
 
 
 def with_images(prompt: Sequence[int], vision: Any) -> list[int]:
-    """Return a prompt's ids with the ids of its images instead of patch tokens.
-
-    vision: stock's record of the images. An image is identified by the processor's output: another
-    format or URL of the same pixels is the same image.
-    """
+    """Return a prompt's ids with image ids for patch tokens. vision: stock's record of images."""
     keys = zip(prompt, vision.cache_key, strict=True)
     ids = [GOES_ON if key < 0 else token for token, key in keys]
     for start, pixels in zip(vision.starts, vision.pixel_values, strict=True):

@@ -1,7 +1,6 @@
 """The server's models: loaded as stock does, and computed with the caches that plugins make.
 
-The model provider tells plugins of each model; a plugin's answer becomes the model's
-`PluginCaches`. The provider also knows a model's names and its context length.
+A plugin's answer to the hook `model_loaded` becomes the model's `PluginCaches`.
 
 The server ends if the device computes nothing any more. After some errors a device refuses all
 work until the process ends: macOS does so after repeated time-outs of the GPU.
@@ -197,8 +196,7 @@ def cannot_load(name: str, error: Exception) -> ConfigError:
 def own_names(args: Any) -> list[str]:
     """Return the names of the command line's model, first the name that /v1/models lists.
 
-    They are `served_name`, if a plugin's option sets it; the folder's absolute path; the folder or
-    hub name on the command line; and the hub name of a folder in the hub's cache.
+    A plugin's option may set `served_name`. A folder in the hub's cache also has its hub name.
     """
     if args.model is None:
         return []
@@ -221,9 +219,9 @@ def loaded_name(provider: Any) -> str | None:
 def max_context(model: str, tokenizer: Any) -> int | None:
     """Return a loaded model's context length in tokens, None if its files do not state it.
 
-    model: a folder, or a repository of Hugging Face in this machine's cache. The greater of the
-    configuration's and the tokenizer's length is returned, so that no prompt is refused wrongly. A
-    tokenizer's length alone is ignored: it is often another model's.
+    model: a folder, or a repository of Hugging Face in this machine's cache. The tokenizer's length
+    counts if it is greater: no prompt must be refused wrongly. Without the configuration's length
+    it is ignored, because it is often another model's.
     """
     try:
         file: Any = Path(model) / "config.json"
@@ -325,7 +323,6 @@ class StepFailures:
 
 
 def _computes() -> bool:
-    """Whether the device still computes: it adds a few numbers."""
     for _ in range(_N_TRIES):
         try:
             total = mx.ones(8).sum()
@@ -348,8 +345,8 @@ def caches_of(model: Any) -> PluginCaches:
 class PluginCaches:
     """Replaces a model's `make_cache`: a plugin makes and merges the caches.
 
-    mlx-lm's `make_prompt_cache` asks the model first, so one attribute is enough. A plugin's
-    exception would end the generation thread here: it is logged, and stock's caches are made.
+    mlx-lm's `make_prompt_cache` calls a model's `make_cache` if it exists. A plugin's exception
+    would end the generation thread, so it is logged, and stock's caches are made.
     """
 
     def __init__(self, model: Any, plugin: str, support: ModelSupport) -> None:
@@ -398,9 +395,9 @@ class PluginCaches:
 
 
 class PluginPromptCache(StockPromptCache):  # type: ignore[misc]
-    """A prompt cache for the batched path, where nothing catches an exception. Generation thread.
+    """Stock's prompt cache, but a request that a plugin took gets its caches. Generation thread.
 
-    An exception here, or a fetch that leaves no token to compute, ends stock's generation thread.
+    An exception, or a fetch that leaves no token to compute, would end stock's generation thread.
     So `Taken` catches the exceptions of plugins, and every fetch leaves at least one token.
     """
 
@@ -437,11 +434,10 @@ class PluginPromptCache(StockPromptCache):  # type: ignore[misc]
 
 
 def plugin_quantized_attention(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the replacement of mlx-lm's `quantized_scaled_dot_product_attention`.
+    """Return a function that lets the keys of a plugin's cache compute the attention.
 
-    A plugin's cache has an attribute `bits`, and its keys have a method
-    `attend(queries, values, scale, mask)` -> [B, heads, N, values' dimension]. For all other keys
-    stock's function is called.
+    The cache has an attribute `bits`, and its keys have a method
+    `attend(queries, values, scale, mask)` -> [B, heads, N, values' dimension].
     """
 
     @functools.wraps(stock)

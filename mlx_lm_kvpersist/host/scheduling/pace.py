@@ -71,9 +71,9 @@ class Pace:
     def tokens(self, position: int, seconds: float) -> int:
         """Return how many tokens can be computed in `seconds`; 0 while no chunk was measured.
 
-        The result is at most four times the length of recent chunks. But if overhead takes most of
-        `seconds`, the tokens may take as much time as the overhead. At a position without
-        measurements, half the speed of the last measured position before it is assumed.
+        The result is at most four times the length of recent chunks. If overhead takes most of
+        `seconds`, the tokens may take as long as the overhead. After the last measured position,
+        half its speed is assumed.
         """
         place = position.bit_length()
         if not self._sums:
@@ -92,8 +92,7 @@ class Pace:
     def seconds(self, position: int, n_tokens: int) -> float | None:
         """Return how long `n_tokens` tokens after `position` take if nothing else is computed.
 
-        The estimate is for chunks of the usual length. None while no chunk was measured; short
-        chunks are ignored, because their time may be only overhead.
+        None until enough was measured. The estimate assumes chunks of `_USUAL_CHUNK` tokens.
         """
         lines = {place: self._line(place) for place in self._sums}
         places = [place for place, line in lines.items() if line.is_told_apart or line.n > _SHORT]

@@ -1,8 +1,8 @@
 """The prompts that are being computed: their order, their chunks, and their shared calls.
 
-The prompt of a request that is served alone is computed in the same chunks, and plugins save each
-chunk. Stock would compute the whole prompt even if the client left, and save it only after the
-reply. Here stock computes only the last token and the reply. Generation thread.
+A request that is served alone is computed in the same chunks, and plugins save each chunk. Stock
+then computes the last token and the reply. Stock alone would compute the whole prompt even if the
+client left, and save it only after the reply. Generation thread.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ CHUNKS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
 """Sizes of chunks: few, because devices compile or tune kernels for each size."""
 
 ROUND = 64
-"""Long chunks end at multiples of this number."""
+"""Long chunks end at multiples of this number, so that chunks of all prompts have few shapes."""
 
 IDLE_CHUNK_S = 1.0
 """How long a chunk may take while no replies run: a new prompt waits for the chunk.
 
-A fast GPU then computes stock's 2,048 tokens at once. With 0.3 s, a new prompt of 8K took 1.3 times
-as long on an H200. Slow devices compute IDLE_CHUNK.
+With 0.3 s, a new prompt of 8K took 1.3 times as long on an H200.
 """
 
 IDLE_CHUNK = 512
@@ -48,18 +47,15 @@ MOST_DRAFTED = 32
 
 
 def chunk_size(position: int, most: int) -> int:
-    """Return how many of `most` tokens are computed at once after `position` cached tokens.
-
-    Long chunks end at round positions, so that they have the same shapes as earlier chunks.
-    """
+    """Return how many of `most` tokens are computed at once after `position` cached tokens."""
     size = max((size for size in CHUNKS if size <= most), default=max(most, 1))
     return size - position % ROUND if size >= ROUND else size
 
 
 def peak_memory() -> Callable[[], int]:
-    """Return a function that returns the peak memory since now, minus the memory in use.
+    """Return a function for the peak memory since now, in bytes, minus the memory in use.
 
-    This resets MLX's counter. Some models evaluate when called: call this before.
+    Resets MLX's counter. Call this before the model, because some models evaluate when called.
     """
     before = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -121,7 +117,6 @@ class Prefill:
 
     @property
     def n_left(self) -> int:
-        """How many ids are left to compute."""
         return sum(map(len, self.segments))
 
     @property
@@ -148,8 +143,9 @@ class Prefills:
     ) -> tuple[list[list[int]], dict[int, int], Exception | None]:
         """Return the groups of prompts that begin to reply, and the chunk to compute, by uid.
 
-        If the plugin raises, the error comes with the prompt whose turn it is. stopped: prompts
-        that end now. step_s: the time of the replies' last step. `beside`: whether replies run.
+        If a plugin raises, its error comes with the prompt whose turn it is. stopped: uids of
+        prompts that end now. step_s: the time of the replies' last step. beside: whether replies
+        run.
         """
         prefills = [prefill for prefill in self.all if prefill.uid not in stopped]
         unready = [prefill for prefill in prefills if not prefill.is_ready]
@@ -171,7 +167,7 @@ class Prefills:
     ) -> dict[int, int]:
         """Return the prompts to compute, `turn` first, and how many tokens of each prompt.
 
-        If the chunk ends the segment of `turn`, prompts whose segments also end join if they fit.
+        If the chunk ends the segment of `turn`, other prompts join with their whole segments.
         """
         most, widest = self._most_tokens(turn, step_s), len(turn.segments[0])
         sizes = {turn.uid: min(chunk_size(len(turn.tokens), most), widest)}
@@ -190,12 +186,9 @@ class Prefills:
         return sizes
 
     def _most_tokens(self, prefill: Prefill, step_s: float | None) -> int:
-        """Return how many tokens of a prompt may be computed now.
-
-        The time that the last chunk waited for a step of the replies counts as a part of the step.
-        """
         stall_s = None
         if step_s is not None:
+            # The last chunk's wait for a step of the replies counts as a part of the step.
             longest_s = self._limits.max_stall_s
             stall_s = max(longest_s - step_s - self._waited_s, longest_s / 4)
         return most_tokens(self._limits, len(prefill.tokens), self._step_size, stall_s)
@@ -267,9 +260,9 @@ def _groups(
 ) -> list[list[int]]:
     """Return the uids of prompts with one token left, in groups that begin to reply together.
 
-    A request with processors, which may fail, begins in a separate group. If no replies run,
-    ready prompts wait for one chunk of prompts with few tokens left, because chunks are short while
-    replies run.
+    A request with processors begins in a separate group, because processors may fail. If no replies
+    run, ready prompts wait once for a prompt with few tokens left: while replies run, chunks are
+    short.
     """
     is_short = any(prefill.n_left <= IDLE_CHUNK for prefill in unready)
     if is_short and not (beside or any(prefill.has_waited for prefill in ready)):
@@ -313,7 +306,7 @@ def compute_chunk(
 
 
 def give_back(limits: PrefillLimits) -> None:
-    """Give freed memory back to the system, beyond what MLX may keep for the next chunk."""
+    """Give freed memory back to the system if MLX keeps more than the plugin allows."""
     if mx.get_cache_memory() > limits.max_unused_bytes:
         mx.clear_cache()
 
@@ -333,7 +326,6 @@ def plugin_stream_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reply(stock: Callable[..., Any], request: Taken, options: dict[str, Any]) -> Iterator[Any]:
-    """Yield stock's responses to the prompt of a plugin's request."""
     caches, n_tokens = caches_of(options["model"]), 0
     error: Exception | None = None
     if caches.ranks.are_several and request.reply is not None:
@@ -376,7 +368,6 @@ class ComputedModel:
         return caches_of(self.model).limits
 
     def compute(self, ids: list[int], **options: Any) -> None:
-        """Compute the next `ids`. options: more arguments of the model."""
         caches, limits, position = self.caches, self.limits, self.n_tokens
         compute_chunk(self.model, [ids], caches, caches, limits, position, beside=False, **options)
         self.n_tokens += len(ids)
@@ -385,7 +376,7 @@ class ComputedModel:
 def _compute_prompt(request: Taken, options: dict[str, Any]) -> int:
     """Compute a prompt except its last token, which stays for stock in `options`.
 
-    Returns the number of tokens of the prompt. Raises ClientGone if the client has left.
+    Returns the prompt's length in tokens. Raises ClientGone if the client has left.
     """
     assert request.prompt is not None
     keys, n_cached, draft, request.draft = request.prompt.ids, request.n_cached, request.draft, None
@@ -434,7 +425,6 @@ def _compute_prompt(request: Taken, options: dict[str, Any]) -> int:
 
 
 def _next_size(request: Taken, computed: ComputedModel, step_size: int) -> int:
-    """Return how many tokens to compute now, 0 if the client has left."""
     if _is_stopped(request):
         return 0
     position = computed.n_tokens

@@ -1,11 +1,10 @@
 """Prompt-lookup decoding: a step computes several tokens of a reply that repeats known text.
 
-If the last four ids occurred before in the conversation, or a longer run occurs in stored ids,
-the ids that followed are drafts: the model checks them in one call, together with the next token.
-Drafts that the model also samples are kept; wrong drafts are trimmed from the caches. A greedy
-reply equals the reply without drafts, except for the rounding of other kernels. Sampled tokens
-have the same distribution as without drafts. Source:
-https://github.com/apoorvumang/prompt-lookup-decoding
+The last ids are looked up in the conversation, or in a plugin's stored ids. The ids that followed
+them there are drafts. The model checks all drafts in one call, together with the next token. Wrong
+drafts are trimmed from the caches. A greedy reply is the same without drafts, except for other
+kernels' rounding. Sampled tokens keep their distribution.
+Source: https://github.com/apoorvumang/prompt-lookup-decoding
 """
 
 from __future__ import annotations
@@ -19,15 +18,14 @@ from typing import Any
 import mlx.core as mx
 
 N_LAST = 4
-"""If this number of last ids occurred before, the ids that followed them are drafts."""
+"""The number of last ids that are looked up in the conversation."""
 N_SHOWN = 16
-"""The number of last ids that a plugin gets, to return ids that may follow."""
+"""The number of last ids that a plugin gets."""
 MOST_DRAFTED = 16
-"""The largest number of drafts in one step."""
 MOST_CREDIT = 4.0
-"""The most steps that right drafts can gain for later wrong drafts to lose."""
+"""The largest gain, in steps, that is kept for later wrong drafts."""
 PAID_OFF = 0.01
-"""Each step without drafts reduces the loss of wrong drafts by this part of a step."""
+"""The part of a step by which each step without drafts reduces a loss."""
 _INDEXED_AT_ONCE = 2048
 """The number of older ids that are indexed in one step."""
 
@@ -41,7 +39,6 @@ class Occurrences:
         self._oldest = self._newest = max(len(ids), N_LAST)
 
     def update(self) -> None:
-        """Index the new ids, and some older ids."""
         ids, ends = self.ids, self._ends
         for end in range(self._newest, len(ids)):  # the newest run has no next id yet
             ends[tuple(ids[end - N_LAST : end])] = end
@@ -60,8 +57,8 @@ class Occurrences:
 class PromptLookup:
     """Makes the steps of a single reply; some steps have several tokens. Generation thread.
 
-    Gains and losses are summed, in units of a step; nothing is drafted while the sum is negative.
-    So wrong drafts can cost the gains of right drafts, a step or two, and `PAID_OFF` of the time.
+    The gains and losses of drafts are summed, in steps. Nothing is drafted while the sum is
+    negative. So wrong drafts cost earlier gains, a step or two, and `PAID_OFF` of the time.
     A call of the model gets at most `most_taken_back(caches)` tokens.
     """
 
@@ -126,7 +123,6 @@ class PromptLookup:
         return drafted if len(drafted) > 1 else []
 
     def _after(self, last: Sequence[int], n: int) -> list[int]:
-        """Return up to `n` ids that may follow the last ids, from the conversation or a plugin."""
         assert self._occurrences is not None
         ids = self._occurrences.after(last[-N_LAST:], n)
         request = getattr(self._occurrences.ids, "taken", None)

@@ -1,7 +1,7 @@
 """The server's response generator: the hooks, the order of waiting requests, the end of its thread.
 
-Plugins see a request before and after it is tokenized. While other sequences are served, a request
-whose data a plugin prefetches waits until the data is in RAM, and other requests pass it.
+While other sequences are served, a request whose data a plugin prefetches waits until the data is
+in RAM. Other requests may pass it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ else:
 ARRIVING_S = 0.1
 """The longest time to wait for a request that is being read or tokenized."""
 _N_BEFORE = 8
-"""The number of tokens before a reply that are decoded together with its first tokens."""
+"""The tokens before a reply that are decoded together with its first tokens."""
 LOOK_S = 0.005
 """The seconds between two checks whether a request is still being read."""
 FAILED_S = 1.0
@@ -58,7 +58,6 @@ class RequestQueue(Queue[Any]):
         self._reply_queues: WeakSet[Queue[Any]] = WeakSet()
         self._closing = threading.Lock()
         self.refusal: Exception | None = None
-        """The error that new requests get."""
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         with self._closing:
@@ -87,7 +86,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     _model: Any = None
     """The model of the request that entered last, and thus of the served sequences."""
     _entering: Waiting | None = None
-    """The request that entered last."""
+    """The request that entered last, until stock tokenizes it."""
     _has_looked = False
     """Whether stock has looked for requests since the last step."""
     _has_stepped = False
@@ -111,9 +110,9 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _next_request(self, timeout: float | None = None) -> Any:
         """Return the next request that stock is to serve, None if no request may enter.
 
-        While stock serves a batch, it passes no timeout, and this method does not wait. A request
-        that cannot be batched, or is for another model, passes no other request, because it would
-        end the batch. While nothing is served, the oldest request enters at once.
+        While stock serves a batch, it passes no timeout. This method then waits only before the
+        batch's first step. A request that would end the batch passes no other request. While
+        nothing is served, the oldest request enters at once.
         """
         self._has_looked = True
         self._set_serving(timeout is None)
@@ -172,7 +171,6 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         return Look(shared, in_order.index(ready), ready.reply.is_gone)
 
     def _take_queued(self, timeout_s: float | None) -> bool:
-        """Move a request from the server's queue to `_admission`; False if none comes in time."""
         try:
             queued = self.requests.get(timeout_s is not None, timeout_s)
         except Empty:
@@ -188,9 +186,9 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
                 manager.ask("idle")
 
     def _wait_s(self) -> float | None:
-        """Return how many seconds to wait for a request that arrived with the first of a batch.
+        """Return how long to wait for a request that is still being read or tokenized, or None.
 
-        A thread is still reading or tokenizing it. Without a wait, the first would run alone.
+        Without this wait, requests that arrive together would not be computed together.
         """
         if self._has_stepped or self._ranks.are_several:
             return None
@@ -246,7 +244,6 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         return self._ranks.told(obj, "what stock shares")
 
     def _joins(self, waiting: Waiting) -> bool:
-        """Whether a request can enter the batch that is being served."""
         _, request, args = waiting.queued
         try:
             return (
@@ -259,7 +256,6 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             return True  # tokenizing will fail, too, and the client gets that error
 
     def _begin(self, waiting: Waiting) -> None:
-        """Tokenize a request and let plugins prefetch its data; a failure goes to the client."""
         _, request, args = waiting.queued
         tokenizer = self.model_provider.tokenizer
         waiting.has_begun = True
@@ -355,10 +351,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _rendered_once(
         self, tokenizer: Any, request: Any, args: Any, waiting: Waiting | None
     ) -> Rendered:
-        """Return rank 0's rendering: templates may show the time, and files may differ.
-
-        A request with images is rendered by each rank.
-        """
+        """Return rank 0's rendering: templates may show the time, and files may differ."""
         own: list[Rendered] = []
 
         def render() -> tuple[Any, Prompt] | None:
@@ -415,10 +408,8 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         return rendered
 
     def _render(self, tokenizer: Any, request: Any, args: Any) -> Rendered:
-        """Render a request and store the result in it, without changing the request's messages.
-
-        Rendering changes messages, and mlx-lm 0.31.3 fails if they are rendered again.
-        """
+        """Render a request, and store the result in it."""
+        # Rendering changes messages, and mlx-lm 0.31.3 fails if they are rendered again.
         messages, tools = copy.deepcopy((request.messages, request.tools))
         client_request, template = ClientRequest.of(request), None
         if request.request_type == "chat":
@@ -459,7 +450,6 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         return rendered
 
     def _log_cache_stats(self) -> None:
-        """Log stock's lines about its prompt cache, unless plugins take the requests."""
         if len(self.prompt_cache) or not manager.is_implemented("take_request"):
             super()._log_cache_stats()
 
@@ -565,15 +555,14 @@ def with_first_space(tokens: Iterable[Any], prompt: Sequence[int], tokenizer: An
 
 @dataclass(frozen=True)
 class Look:
-    """Rank 0's answer when stock looks for a request.
-
-    `arrived`: the new requests in the form of `_shareable`. `place`: the index of the entering
-    request among waiting requests, or None. `is_gone`: whether that request's client has left.
-    """
+    """Rank 0's answer when stock looks for a request."""
 
     arrived: Sequence[tuple[Any, Any, dict[str, Any]]] = ()
+    """The new requests in the form of `_shareable`."""
     place: int | None = None
+    """The index of the entering request among waiting requests."""
     is_gone: bool = False
+    """Whether the client of the entering request has left."""
 
 
 def _shareable(queued: Any) -> tuple[Any, Any, dict[str, Any]]:

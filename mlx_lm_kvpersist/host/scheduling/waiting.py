@@ -27,7 +27,7 @@ LARGE_S = 0.25
 WEIGH_EVERY = 32
 """The number of reply tokens after which the memory account is updated again."""
 ASK_EVERY = 8
-"""Several ranks ask rank 0 after this number of steps, because they wait for its answer."""
+"""The number of steps between two questions to rank 0: the other ranks wait for each answer."""
 ARRIVING: dict[int, float] = {}
 """When each HTTP thread began to read or to tokenize a request, by the thread's number."""
 
@@ -54,7 +54,6 @@ class ReplyQueue:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the client has left."""
         return self._request.client_gone
 
     @property
@@ -77,13 +76,12 @@ class ReplyQueue:
             raise item
 
     def _stop(self) -> None:
-        """End the reply after its next token. The HTTP thread calls this."""
+        """End the reply after its next token. The HTTP thread calls this, too."""
         self._is_told_to_stop = True
         if self.stops_stock:
             self._stop_stock()
 
     def fail(self, error: Exception) -> None:
-        """End the reply with an error."""
         if not self.is_over:
             self.is_over = True
             self._queue.put(error)
@@ -102,15 +100,13 @@ class Rendered:
 
 @dataclass(eq=False)
 class Waiting:
-    """A request that was taken from the server's queue and has not entered yet.
-
-    `has_begun`: whether tokenizing has ended or failed. `error`: why the request cannot be served.
-    """
+    """A request that was taken from the server's queue and has not entered yet."""
 
     queued: Any
     """The queue's item with `reply` as its first part: (reply, request, args)."""
     reply: ReplyQueue
     has_begun: bool = False
+    """Whether the request was tokenized, perhaps with an error."""
     error: Exception | None = None
     rendered: Rendered | None = None
     taken: Taken | None = None
@@ -122,7 +118,6 @@ class Waiting:
 
     @classmethod
     def of(cls, queued: Any) -> Waiting:
-        """Return a waiting request for an item of the server's queue."""
         queue, request, args = queued
         reply = ReplyQueue(queue, ClientRequest.of(request))
         return cls((reply, request, args), reply)
@@ -148,7 +143,7 @@ class AdmissionQueue(deque[Waiting]):
     """
 
     _gap_began_s: float | None = None
-    """When the current pause between two steps began; None until a pause begins."""
+    """When the current pause between two steps began."""
     _n_gaps = 0
     _has_moved = False
     """Whether a request has begun, worked or entered in this pause."""
