@@ -46,24 +46,23 @@ logger = logging.getLogger(__name__)
 class ClientConnection(io.BufferedIOBase):
     """Writes to a client, instead of http.server's writer. HTTP thread; `has_left`: any thread.
 
-    A client that closes its connection sends a FIN, and so does a client that has nothing more to
-    send and waits for its reply. Only a closed client answers later bytes with a reset. So after a
-    FIN, `has_left` writes bytes that do not change the reply: before the headers, the first bytes
-    of `version`, one at a time; later, if the reply is a stream of events, comments.
+    A client that waits for its reply may have sent a FIN, like a client that has left. Only a
+    client that has left answers later bytes with a reset. So after a FIN, `has_left` sends probes,
+    which do not change the reply. Before the headers, a probe is the next byte of `version`, with
+    which every reply begins. In a stream of events, it is a comment.
 
-    version: the protocol version with which every reply begins, such as "HTTP/1.0".
-    `may_have_left`: whether `has_left` has seen a FIN.
+    version: the protocol version, such as "HTTP/1.0". `may_have_left`: whether a FIN was seen.
     """
 
     def __init__(self, connection: socket.socket, version: str) -> None:
         self._connection = connection
         self._version = version.encode()
         self.lock = threading.RLock()
-        """Locked while a piece of a reply is made and written, so that pieces keep their order."""
+        """Held while a piece of a reply is made and written, so that pieces keep their order."""
         self.begin_reply()
 
     def begin_reply(self) -> None:
-        """Prepare for the next reply, whose headers are written first, in one piece."""
+        """Prepare for the next reply. Its headers must be written first, in one piece."""
         self.may_have_left = False
         with self.lock:
             self._has_head = self._is_stream = False
@@ -73,7 +72,6 @@ class ClientConnection(io.BufferedIOBase):
             self._keepalive_at_s = 0.0
 
     def begin_keepalives(self, make_keepalive: Callable[[], bytes]) -> None:
-        """From now on, show the client of a silent stream that the server is working."""
         with self.lock:
             self._make_keepalive = make_keepalive
             self._keepalive_at_s = time.monotonic() + HEADERS_AFTER_S
@@ -162,28 +160,23 @@ def _is_ready(connection: socket.socket, event: int) -> bool:
 class Clients:
     """The clients that wait for replies. One thread watches them until the server ends.
 
-    The thread sends keepalives, and marks the requests of clients that have left. Single operations
-    of a dict need no lock.
+    Single operations of a dict need no lock.
     """
 
     def __init__(self) -> None:
         self.is_closed = False
-        """Whether the thread is to end."""
         self._waiting: dict[ClientConnection, ClientRequest] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def begin(self, client: ClientConnection, request: ClientRequest) -> None:
-        """Watch a client from now on. May be called again."""
         self._waiting[client] = request
 
     def end(self, client: ClientConnection) -> None:
-        """Stop watching a client whose reply has ended. May be called again."""
         self._waiting.pop(client, None)
 
     def wait_for_none(self, timeout_s: float) -> bool:
-        """Wait until all replies have ended; return False if that takes longer."""
         end_s = time.monotonic() + timeout_s
         while self._waiting and time.monotonic() < end_s:
             time.sleep(POLL_S)
@@ -209,10 +202,7 @@ class Clients:
 
 
 class PluginHTTPServer(StockServer):
-    """Listens like stock's server; after SIGTERM or SIGHUP, it first lets the running replies end.
-
-    New requests get 503 during that time, at most DRAIN_S.
-    """
+    """Lets the running replies end after SIGTERM or SIGHUP. New requests then get 503."""
 
     request_queue_size = 128
     """Connections that wait to be accepted. Stock allows 5; clients open more at the same time."""

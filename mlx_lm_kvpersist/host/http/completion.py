@@ -1,7 +1,7 @@
 """Sends a reply from stock's loop to its client, in the form of the client's API.
 
-A request can wait for other requests, for restored blocks, or for a long chunk, and clients and
-proxies give up if nothing comes. So a stream gets its headers early, and keepalives while it waits.
+Clients and proxies give up if nothing comes while a request waits. So a stream gets its headers
+early, and keepalives.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ class Completion:
     """
 
     request: Any = None
-    """Stock's request, once plugins have seen it."""
     is_sent = True
-    """Whether the client gets the reply."""
     doing = "waiting"
     """The server's current work, as shown to the reader of a stream."""
 
@@ -48,13 +46,12 @@ class Completion:
         self._handler, self._client = handler, handler.client
         self._api, self.reply, self._tools = api, reply, tools
         self.stop_words = self.marks = StopWords(())
-        """`marks` are the stop words that contain a mark. Stock removes marks from the text, so
-        these words are searched in the tokens."""
+        """`marks`: stop words with a mark. They are searched in the tokens, because stock removes
+        marks from the text."""
         self.streams = streams
-        """Whether the client gets the reply as a stream."""
-        self._context: Any = None  # stock's context
+        self._context: Any = None
         self._is_open = False
-        """Whether headers were sent, either stock's headers or early headers."""
+        """Whether headers were sent."""
         self._early_headers: list[tuple[str, str]] = []
         """The plugins' headers for a stream that begins while its request waits."""
         self.reasoning: list[str] = []
@@ -64,16 +61,16 @@ class Completion:
         self.tokens: list[Any] = []
         """Stock's responses, for the log probabilities in a reply that is not a stream."""
         self._n_read = self._n_added = self._n_reasoning = 0
-        """The numbers of tokens that were read, that parts contain, and that reasoning contains."""
+        """The numbers of tokens that were read, that are in parts, and that are in reasoning."""
         self._unread = ""
-        """The text of calls that could not be parsed."""
+        """The text of invalid tool calls."""
         self._has_ended = False
         """Whether all tokens of the reply were read."""
 
     def received(self, request: Any) -> None:
-        """Record stock's request. Get early headers here: the clients' thread must not wait."""
         self.request = request
         if self.streams:
+            # Asked for here, because the clients' thread must not wait for a plugin.
             self._early_headers = self.plugin_headers(is_early=True)
             self._client.begin_keepalives(self.keepalive)
 
@@ -82,7 +79,7 @@ class Completion:
         return list(chain(*manager.ask("response_headers", request=seen, is_early=is_early)))
 
     def responses(self, context: Any, responses: Iterable[Any]) -> Iterator[Any]:
-        """Store stock's `context`; return the reply's tokens, up to a stop word in their text."""
+        """Return the reply's tokens, up to a stop word in their text."""
         self._context = context
         if self._api is not None and context.tool_parser is not None:
             context.tool_parser = partial(self._parse_call, context.tool_parser)
@@ -126,11 +123,9 @@ class Completion:
 
     @property
     def _stop_word(self) -> str | None:
-        """The stop word that ended the reply."""
         return self.stop_words.found or self.marks.found
 
     def begin(self, head: bytes) -> None:
-        """Send a stream's headers: `head`, then the plugins' headers."""
         lines = [f"{name}: {text}" for name, text in self.plugin_headers()]
         self.doing = "prefill"
         with self._client.lock:
@@ -143,7 +138,7 @@ class Completion:
             self._send(self.reply.begin(n_prompt, max(0, n_cached)))
 
     def show_progress(self, n_done: int, n_all: int) -> None:
-        """Record the progress of the prompt. Stock's own streams show it in a comment."""
+        """Stock's own streams show the progress in a comment."""
         self.doing = f"prefill {n_done:,} of {n_all:,}"
         if self._api is None and self.streams:
             self._client.write(f": keepalive {n_done}/{n_all}\n\n".encode())
@@ -171,7 +166,7 @@ class Completion:
             self._send(self.reply.add(text, reasoning, tool_calls))
 
     def end(self, n_prompt: int, n_new: int, n_cached: int) -> None:
-        """Send the end of the reply, after the plugins have seen the reply."""
+        """Plugins see the reply before its end is sent."""
         with self._client.lock:
             self._client.end_keepalives()
             events = self.reply.add(*self._last)
@@ -226,10 +221,7 @@ class Completion:
 
 
 class ObservedGenerator:
-    """The server's response generator, as the handler of one completion sees it. HTTP thread.
-
-    Plugins see the request before it is queued, and the completion sees the progress of the prompt.
-    """
+    """Shows a request to plugins, and its progress to the Completion. HTTP thread."""
 
     def __init__(self, handler: Any, generator: Any) -> None:
         self._handler, self._generator = handler, generator
@@ -323,8 +315,7 @@ class ChatReply:
 def _with_reasoning(response: dict[str, Any]) -> dict[str, Any]:
     """Give a reply's reasoning a second name, because many clients read only that name."""
     choice = response["choices"][0]
-    # Text completions have no reasoning
-    message = choice.get("delta") or choice.get("message") or {}
+    message = choice.get("delta") or choice.get("message") or {}  # a text completion has neither
     if message.get("reasoning"):
         message["reasoning_content"] = message["reasoning"]
     return response
@@ -337,7 +328,6 @@ class StopWords:
     """
 
     found: str | None = None
-    """The stop word that ended the text."""
 
     def __init__(self, words: Iterable[str]) -> None:
         # If several words end at the same place, the text is cut where the longest begins.
@@ -359,7 +349,7 @@ class StopWords:
         return shown
 
     def rest(self) -> str:
-        """Return the waiting text, because the reply has ended without a stop word."""
+        """Return the waiting text: no later text completes a stop word."""
         rest, self._held = self._held, ""
         return rest
 

@@ -1,7 +1,7 @@
 """Reads requests; refuses a request that would end stock's generation thread or get no answer.
 
-Stock's batched path catches no exception, and MLX checks no index on the CPU. Odd values that stock
-can serve are not refused.
+Stock's batched path catches no exception, and MLX checks no index on the CPU. Values that stock can
+serve are not refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 
 def check_body_length(length: str | None) -> int:
-    """Return a Content-Length; refuse a length that is not a number, negative, or too large."""
     try:
         n_bytes = int(length if length is not None else 0)
     except ValueError:
@@ -56,10 +55,7 @@ def late_body(timeout_s: float) -> RequestRefused:
 
 
 def refusal_of(error: Exception, timeout_s: float) -> RequestRefused:
-    """Return the refusal that a client gets for an error. An error without a status is logged.
-
-    timeout_s: how long the server waits for a body.
-    """
+    """Return the refusal for an error. timeout_s: how long the server waits for a body."""
     if isinstance(error, RequestRefused):
         return error
     if isinstance(error, TimeoutError):
@@ -167,7 +163,8 @@ def check_model(name: str, own: Sequence[str], loaded: str | None) -> None:
 def find_on_hub(name: str) -> None:
     """Raise an exception of the hub, or FileNotFoundError, unless a model is cached or on the hub.
 
-    If the hub cannot be reached, this fails at once; one file would be retried for half a minute.
+    If the hub cannot be reached, a snapshot fails at once. A single file would be retried for half
+    a minute.
     """
     if not isinstance(try_to_load_from_cache(name, "config.json"), str):
         folder = snapshot_download(name, allow_patterns="config.json")
@@ -176,10 +173,7 @@ def find_on_hub(name: str) -> None:
 
 
 def check_beside_model(draft: Any, adapter: str | None, args: Any) -> None:
-    """Refuse a draft model or adapter that does not exist, as `check_model` does. HTTP thread.
-
-    args: the server's options.
-    """
+    """Refuse a draft model or an adapter that does not exist. HTTP thread."""
     if require_text("draft_model", draft) != "default_model":
         check_model(draft, [args.draft_model] if args.draft_model else [], None)
     if adapter is not None and adapter != args.adapter_path:
@@ -239,8 +233,7 @@ def check_messages(messages: Any) -> None:
 def check_ids(args: Any, n_logits: int) -> None:
     """Refuse token ids, top_k and top_logprobs beyond a model's vocabulary. Generation thread.
 
-    args: stock's GenerationArguments. n_logits: how many tokens the model can choose from. Negative
-        ids count from the end, as in stock.
+    n_logits: how many ids the model can sample. Negative ids count from the end, as in stock.
     """
     top_k = args.sampling.top_k if args.sampling.temperature != 0 else 0
     limit = f"{n_logits:,}, the size of this model's vocabulary"
@@ -253,7 +246,6 @@ def check_ids(args: Any, n_logits: int) -> None:
 
 
 def check_prompt_ids(ids: Any) -> None:
-    """Refuse a prompt that is not a list of at least one token id. Generation thread."""
     if not isinstance(ids, list) or (ids and not isinstance(ids[0], int)):
         raise RequestRefused(f"the prompt became a {type(ids).__name__}, expected a list of ids")
     if not ids:

@@ -45,7 +45,7 @@ RETRY_AFTER_S = 5
 DEFAULT_MODEL = "default_model"
 """Stock's name for the model of `--model`."""
 LAST_ANSWERS_S = 5.0
-"""How long the process waits until the clients of interrupted replies have got their errors."""
+"""How long the process waits until clients of interrupted replies have got their errors."""
 _UNSAID = {400: "Request should be a JSON dictionary", 411: "Content-Length header is required"}
 """Stock's messages for errors that it sends without an exception."""
 
@@ -55,17 +55,16 @@ logger = logging.getLogger(__name__)
 class PluginAPIHandler(Stock):  # type: ignore[misc]
     """Answers as stock does, and calls the hooks. Each connection has its own handler and thread.
 
-    A connection that is kept open carries several requests: each request resets the state of the
-    handler. Stock's `do_POST` parses requests to stock's own paths; an `API` parses its own
-    requests. Then stock's loop (`handle_completion`) always streams, and passes each part of the
-    reply to a `Completion`. The bytes that the loop itself writes are discarded.
+    A connection may carry several requests, so each request resets the handler's state. Stock's
+    `do_POST` parses requests to stock's own paths, and an `API` parses its own requests. Stock's
+    loop (`handle_completion`) then always streams, and passes each part of the reply to a
+    `Completion`. The bytes that the loop itself writes are discarded.
     """
 
     timeout = 300.0
     """How many seconds a client may pause while it sends its request or receives its reply."""
     plugin_routes: Mapping[tuple[str, str], Route]
     pattern_routes: Sequence[Route]
-    """Routes with braces in their paths."""
     clients: Clients
     path: str
     wfile: Any
@@ -82,7 +81,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
 
     @property
     def body(self) -> Any:
-        """The request's body. Stock sets the body, then reads its fields."""
+        """Tidied when stock sets it, because stock then reads its fields."""
         return self._body
 
     @body.setter
@@ -154,7 +153,6 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
                 self.send_error(500)
 
     def do_POST(self) -> None:
-        """Answer a request to one of stock's own paths."""
         self.path = self.path.partition("?")[0]
         with self.failures_told(None):
             request_checks.check_body_length(self.headers.get("Content-Length"))
@@ -168,7 +166,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
 
     @contextmanager
     def failures_told(self, api: API | None) -> Iterator[None]:
-        """Send an error that is raised in the block to the client, in its API's form."""
+        """Send an error of the block to the client, in its API's form."""
         try:
             yield
         except ConnectionError:
@@ -256,10 +254,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             self.completion = None
 
     def complete(self, request: Request, api: API | None, *, is_sent: bool = True) -> None:
-        """Generate a reply to a parsed request, and send it. Raises the errors of generation.
-
-        api: the API of the errors and of the stream; None for stock's API.
-        """
+        """Generate a reply, and send it. Raises the errors of generation. api: None for stock's."""
         self._begin(request)
         self.completion = Completion(self, api, request.reply, self.stream, request.tools)
         self.completion.is_sent = is_sent
@@ -303,9 +298,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     def handle_models_request(self) -> None:
         """List the server's model, stock's list, and two further names of the server's model.
 
-        Routers take the first name, Claude Code offers only names that begin with "claude", and
-        clients are configured with `default_model`. A path that names a model is answered with
-        that model alone.
+        Routers take the first name. Claude Code offers only names that begin with "claude". Some
+        clients are configured with `default_model`.
         """
         provider = self.response_generator.model_provider
         loaded = loaded_name(provider) or provider.cli_args.model
@@ -356,7 +350,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         return super().handle_text_completions()
 
     def receive(self, request: Any) -> None:
-        """Let plugins see a request before it is queued. A plugin may refuse the request."""
+        """Show a request to plugins before it is queued. A plugin may refuse it."""
         self._status, self._has_replied = 0, False
         self.client.begin_reply()
         if self.clients.look():  # this client may have just left an earlier request
@@ -449,7 +443,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         reasoning_text: str | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Pass a part of the reply to the Completion. The bytes that stock writes are discarded."""
+        """Pass a part of the reply to the Completion."""
         if self.completion.reply is None:
             fields = {**kwargs, "tool_calls": tool_calls, "reasoning_text": reasoning_text}
             return self.stock_response(text, finish_reason, *args, **fields)
@@ -457,7 +451,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         return {}
 
     def completion_usage_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """End the reply. The bytes that stock writes are discarded."""
+        """End the reply."""
         if self.completion.reply is None:
             return self.stock_usage(*args, **kwargs)
         self.completion.end(*args, **kwargs)
@@ -485,7 +479,6 @@ def alias_of(model: str, created: int) -> dict[str, Any]:
 def handler_with(
     stock: type[Any], routes: Mapping[tuple[str, str], Route], clients: Clients
 ) -> type[Any]:
-    """Return a subclass of stock's handler in which PluginAPIHandler's methods come first."""
     attributes = {
         "plugin_routes": dict(routes),
         "pattern_routes": [route for route in routes.values() if "{" in route.path],
@@ -513,9 +506,9 @@ def serve_ourselves(handler_class: type[Any], generator: Any, work: Callable[[An
 
 
 def plugin_run_http_server(stock: Callable[..., None]) -> Callable[..., None]:
-    """Return `_run_http_server` with our handler class.
+    """Return `_run_http_server` with our classes of server and handler.
 
-    `run` ignores its handler_class, and `_run_http_server` has stock's class as a default:
+    `run` ignores its handler_class. `_run_http_server` has stock's class as a default argument, so
     replacing the name APIHandler would change nothing.
     """
     signature = inspect.signature(stock)
