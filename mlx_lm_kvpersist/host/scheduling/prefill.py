@@ -167,7 +167,7 @@ class Prefills:
     ) -> dict[int, int]:
         """Return the prompts to compute, `turn` first, and how many tokens of each prompt.
 
-        If the chunk ends the segment of `turn`, other prompts join with their whole segments.
+        If the chunk ends the segment of `turn`, other prompts join if their whole segments fit.
         """
         most, widest = self._most_tokens(turn, step_s), len(turn.segments[0])
         sizes = {turn.uid: min(chunk_size(len(turn.tokens), most), widest)}

@@ -220,7 +220,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         return is_asked
 
     def _is_asked(self) -> bool:
-        """Whether a request has arrived, is ready to enter, or has lost its client."""
+        """Whether a request has arrived or is ready to enter, or a reply must stop."""
         is_asked = self._admission.step_ended() or not self.requests.empty()
         # Each stopped reply is reported once: stock then removes it between two steps.
         is_asked |= any(reply.is_stopped for reply in self._replies)

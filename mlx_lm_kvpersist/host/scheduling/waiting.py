@@ -58,7 +58,7 @@ class ReplyQueue:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether nobody needs the rest of the reply: its client left, or got an error."""
+        """Whether nobody needs the rest of the reply."""
         return self.is_gone or self._is_told_to_stop
 
     def put(self, item: Any) -> None:
