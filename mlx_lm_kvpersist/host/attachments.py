@@ -3,8 +3,8 @@
 A client sends the whole conversation with each turn. So an attachment is refused only in the newest
 question. In other messages the same line always replaces it, so the prompt stays the same.
 
-After a refusal Claude Code sends one message with the attachment, the text beside it, and the new
-question. If the server refused this, too, the conversation would end.
+After a refusal Claude Code sends one message with the attachment, its text and the new question. A
+second refusal would end the conversation.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ Part = dict[str, Any]
 def fit_attachments(messages: list[Message], reads_images: bool) -> list[Message]:
     """Return the messages; a line of text replaces each part that the model cannot read.
 
-    messages: messages that `check_messages` accepts. Raises RequestRefused if the question has
-    content that the model cannot read.
+    `check_messages` must have accepted them. Raises RequestRefused if the question has such a part.
     """
     question = _question(messages)
     fitted: list[Message] = []
@@ -63,7 +62,7 @@ def fit_attachments(messages: list[Message], reads_images: bool) -> list[Message
 
 
 def _told(block: Part) -> Part:
-    """Return a part; if its type is unknown, such as "refusal", return its text as a text part."""
+    """Return a part. A part of an unknown type, such as "refusal", becomes a text part."""
     kind, text = block["type"], block.get("text")
     if kind in PART_KINDS and (kind != "text" or text is not None):
         return block
@@ -94,8 +93,7 @@ def _images_moved(messages: list[Message]) -> list[Message]:
 def _question(messages: list[Message]) -> int | None:
     """Return the index of the user's question if the conversation ends with one.
 
-    A user's message after a tool's result belongs to that result: it is not a new question, and
-    later turns repeat it.
+    A user's message after a tool's result belongs to that result, and later turns repeat it.
     """
     question = None
     for i in reversed(range(len(messages))):
@@ -141,7 +139,7 @@ def _source(block: Part) -> dict[str, Any]:
 
 
 def _name(block: Part) -> str:
-    """Return a description of a part for the reader, such as "report.pdf, application/pdf"."""
+    """Return a description of a part, such as "report.pdf, application/pdf"."""
     kind, source = block["type"], _source(block)
     media_type = _MEDIA_TYPE.match(str(source.get("url") or source.get("file_data")))
     what: str = media_type[1] if media_type else "image" if kind in IMAGE_KINDS else kind

@@ -1,12 +1,13 @@
 """A conversation in a form that the chat template of its request renders.
 
 Clients send the whole conversation with each request, so a message that the template refuses would
-end the conversation for good. Each kind of refusal is tested alone, with a short conversation, when
-it first matters. A conversation that the template renders is left unchanged, except for a system
-message that the template leaves out, moves, or treats as the assistant's. After such a message,
-the next turn would change the prompt or be refused.
+end the conversation for good. Short conversations show what a template refuses.
 
-How a message is adapted depends only on earlier messages, so each turn extends the prompt.
+A conversation that the template renders stays unchanged, with one exception: a system message that
+the template leaves out, moves, or treats as the assistant's. With such a message, the next turn
+would change the prompt or be refused.
+
+A message's form must not depend on later turns, so that each turn extends the prompt.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _JOINS: dict[str, tuple[str, ...]] = {
 }
 """For each kind of message, the kinds of previous messages to which it can be joined.
 
-A kind is a role. Assistant messages with one call, or with several, are two more kinds.
+A kind is a role, or "calls" or "parallel": an assistant message with one call or several.
 """
 _CALLS = ("calls", "parallel")
 _TURNS = ("user", "assistant", *_CALLS)
@@ -53,7 +54,7 @@ _MOST_KNOWN = 1000
 
 
 class Templates:
-    """The chat templates of a tokenizer, by the arguments that requests give them. Any thread."""
+    """The chat templates of a tokenizer, by the arguments of requests. Any thread."""
 
     def __init__(self) -> None:
         self._tokenizer: Any = None
@@ -80,7 +81,7 @@ class Template:
     ) -> list[Message]:
         """Return the messages in forms that the template renders, as far as possible.
 
-        tools: the request's tools. continues: whether the model continues the last message.
+        continues: whether the model continues the last message.
         """
         own, asked = getattr(self._tokenizer, "chat_template", None), self._arguments
         source = asked.get("chat_template") or own
@@ -142,11 +143,9 @@ class Template:
         return self._first((*before, kind), chain(tried, usual_texts)) < len(ends)
 
     def reads_calls(self) -> bool:
-        """Tell whether the template accepts calls, and their results."""
         return self.fits(["user"], "calls") and self.fits(["user", "calls"], "tool")
 
     def reads_parallel_calls(self) -> bool:
-        """Tell whether a message may have more than one call."""
         return self._reads("parallel calls", self._called(_CALL_IDS), self._called())
 
     def reads_beside_calls(self, *names: str) -> bool:
@@ -156,10 +155,10 @@ class Template:
         return self._reads(("beside calls", *names), [full], [bare])
 
     def id_of(self, call_id: Any, otherwise: Any) -> Any:
-        """Return a call's id; if the template refuses it, nine letters and digits made from it.
+        """Return a call's id; if the template refuses it, a new id of nine hexadecimal digits.
 
-        otherwise: the source of the new id if the call has no id. Some templates require nine
-        characters.
+        The new id is made from the old id, or from `otherwise` if there is none. Some templates
+        require nine characters.
         """
         name = "id", type(call_id), isinstance(call_id, str) and (len(call_id), call_id.isalnum())
         if self._reads(name, self._called([call_id]), self._called()):
@@ -203,7 +202,6 @@ class Template:
         return text if -1 < places[place] and before < places[place] < after else None
 
     def _called(self, ids: Sequence[Any] = _CALL_IDS[:1]) -> list[Message]:
-        """Return a message with calls, and their results."""
         name = "look" if self.wants_names() else None
         return [self._calls(ids), *(_result(call_id, name) for call_id in ids)]
 
@@ -216,10 +214,7 @@ class Template:
         return self._first(name, texts) == 0
 
     def _first(self, name: Hashable, texts: Iterable[str | None]) -> int:
-        """Return the index of the first form that was rendered, 0 if none was.
-
-        name: the name of the test. Each test runs once.
-        """
+        """Return the index of the first text that was rendered, or 0. A test runs once per name."""
         if name not in self._known:
             readable_at = (i for i, text in enumerate(texts) if text is not None)
             index = next(readable_at, 0)
@@ -251,7 +246,7 @@ class _Fitting:
             self._ask()
 
     def _fit(self, message: Message, rest: deque[Message]) -> Iterator[Message]:
-        """Yield a message in a rendered form, then its calls' results, removed from `rest`."""
+        """Yield a message in a rendered form, then the results of its calls, taken from `rest`."""
         kind = _kind(message)
         if kind == "function" and not self._template.fits(["user", "assistant"], kind):
             message, kind = {**message, "role": "tool"}, "tool"
@@ -302,7 +297,7 @@ class _Fitting:
     ) -> tuple[Message, dict[str, Any] | None]:
         """Return a tool's result with its call's id, and the call, if known.
 
-        calls: the calls without a result; the result's call is removed from them.
+        calls: the calls without a result. The returned call is removed from this list.
         """
         call_id, template = message.get("tool_call_id"), self._template
         if call_id:
@@ -319,7 +314,6 @@ class _Fitting:
         return message, own
 
     def _place(self, message: Message) -> None:
-        """Add a message in a role that the template accepts at this place."""
         kind, before = _kind(message), self._kinds[-1] if self._kinds else ""
         if self._may_follow(kind):
             self._append(message, kind)
@@ -384,7 +378,7 @@ class _Fitting:
         self.fitted[-1] = {**last, **merged}
 
     def _ask(self) -> None:
-        """Put an empty question after the first system messages, if that is required."""
+        """Put an empty question after the first system messages if the template requires it."""
         roles, kinds = [message.get("role") for message in self.fitted], self._kinds
         n = next((i for i, kind in enumerate(kinds) if kind != "system"), len(kinds))
         spoken = self._template.spoken
@@ -411,7 +405,6 @@ def _fit_call(template: Template, call: dict[str, Any], usual_id: str) -> dict[s
 
 
 def _kind(message: Message) -> str:
-    """Return a message's role, or the kind of an assistant message with function calls."""
     calls = message.get("tool_calls") if message.get("role") == "assistant" else None
     are_calls = isinstance(calls, list) and all(
         isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
@@ -453,7 +446,6 @@ def _calling(arguments: Any, ids: Sequence[Any] = _CALL_IDS[:1]) -> Message:
 
 
 def _result(call_id: Any, name: str | None) -> Message:
-    """Return a message that says that a call has no result."""
     fields = {"role": "tool", "content": NO_RESULT, "tool_call_id": call_id, "name": name}
     return without_null(fields)
 

@@ -84,10 +84,10 @@ def frozen(value: Any) -> Any:
 
 
 class ClientRequest:
-    """A request as plugins see it, from its arrival to its end. The server has another object.
+    """A request as plugins see it, from its arrival to its end.
 
-    `kind` is "chat" or "text". `messages` are the messages that the client sent, `prompt` is the
-    text of a "text" request. Plugins may store their data about a request in its attributes.
+    `kind` is "chat" or "text". `messages` are the client's messages; `prompt` is the text of a
+    "text" request. Plugins may store data about a request in its attributes.
     """
 
     client_gone = False
@@ -188,10 +188,9 @@ class ModelSupport:
     Caches with the same attribute `kind` share a mask, so prompts are computed together only if
     these caches have one class. `batches` says whether sequences may be served together at all.
     If `limits` is None, neither memory nor running replies limit the chunks. `draft` has the caches
-    and limits of the draft model, if one was loaded. If a single reply repeats its conversation or
-    `TakenRequest.draft_ids`, one step computes several tokens. `most_taken_back(caches)` returns
-    how many tokens one call may append to a batch's caches so that `trim` can remove any number of
-    them; the default is 0.
+    and limits of the draft model, if one was loaded. `most_taken_back(caches)` is for steps that
+    check draft tokens: it returns how many tokens one call may append to a batch's caches so that
+    `trim` can remove any number of them. The default is 0.
 
     `weigh(replies, prompts, n_bytes)` records the running sequences, and returns whether memory
     suffices while the replies grow. It is called when sequences begin, end or grow by more than a
@@ -265,7 +264,7 @@ class Route:
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """The paths that match a path with braces."""
+        """A regular expression for the paths that `path` matches."""
         return re.compile(re.sub(r"\\{\w+\\}", "[^/]+", re.escape(self.path)))
 
 

@@ -1,7 +1,6 @@
 """The plugin manager: loads plugins by name, calls their hooks, and guards these calls.
 
-The current manager is a global variable that is read at every call, so that a probe can replace
-it. Plugins are asked in the order of the command line.
+The current manager is a global that is read at every call, so that a probe can replace it.
 """
 
 from __future__ import annotations
@@ -54,7 +53,6 @@ class PluginManager(pluggy.PluginManager):
 
 
 def _answer(plugin: str, hook: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Return a plugin's answer to a hook; for a hook in `NAMED`, the plugin's name and answer."""
     check, raised = partial(hooks.check_answer, hook), RAISED.get(hook, ())
     answer = safely(plugin, hook, function, *args, check=check, raised=raised)
     return (plugin, answer) if hook in NAMED and answer is not None else answer
@@ -63,8 +61,7 @@ def _answer(plugin: str, hook: str, function: Callable[..., Any], *args: Any) ->
 def load_plugins(names: Sequence[str]) -> PluginManager:
     """Return a manager with the named plugins, each from an entry point of the same name.
 
-    Raises PluginNotFound for a name that is not installed. Raises PluginFault for an unknown hook,
-    or for a hook with an unknown argument.
+    Raises PluginNotFound, or PluginFault for an unknown hook or an unknown argument of a hook.
     """
     manager = PluginManager()
     name = ""
@@ -110,7 +107,7 @@ class PluginFailures(Failures):
     """Failures of plugins, which do not stop the server."""
 
     def report(self, plugin: str, hook: str, error: Exception) -> None:
-        """Log a failure; the first failure of a kind is logged with a traceback."""
+        """Log a failure, with a traceback unless it is a PluginFault."""
         kind = f"plugin {plugin} in {hook}: {type(error).__name__}"
         log = partial(self.add, kind=kind, level=logging.ERROR)
         if isinstance(error, PluginFault):
@@ -120,9 +117,7 @@ class PluginFailures(Failures):
 
 
 _current: pluggy.PluginManager = PluginManager()
-"""The manager whose plugins the server asks."""
 failures = PluginFailures(logger)
-"""The failures of the current plugins."""
 
 
 def set_current(manager: pluggy.PluginManager, failed: PluginFailures | None = None) -> None:
@@ -157,8 +152,7 @@ def safely(
 ) -> Any:
     """Return the result of a plugin's function; if that fails, log the error and return None.
 
-    check: raises PluginFault for an answer that cannot be used. raised: the exceptions that reach
-    the caller.
+    check: raises PluginFault for an unusable answer. raised: the errors that reach the caller.
     """
     try:
         answer = function(*args)
@@ -208,13 +202,12 @@ def plugin_routes() -> dict[tuple[str, str], Route]:
 
 
 def is_implemented(hook: str) -> bool:
-    """Tell whether any plugin implements a hook."""
     return bool(getattr(_current.hook, hook).get_hookimpls())
 
 
 @dataclass(eq=False)
 class Taken:
-    """A request that a plugin has taken. Errors of the plugin are logged and not raised."""
+    """A request that a plugin has taken. Most errors of the plugin are logged and not raised."""
 
     plugin: str
     request: TakenRequest
@@ -230,15 +223,11 @@ class Taken:
     """The queue of the reply's tokens (`waiting.ReplyQueue`)."""
 
     def advance(self) -> bool:
-        """Tell whether the request can enter; True if its plugin fails.
-
-        Raises RequestRefused if the plugin raises it.
-        """
+        """Tell whether the request can enter; True if the plugin fails. Raises RequestRefused."""
         ready = self._safely(self.request.advance, raised=RequestRefused)
         return ready is None or bool(ready)
 
     def resume(self, prompt: Prompt) -> None:
-        """Let the request enter again, with another prompt."""
         self._safely(self.request.resume, prompt)
 
     def enter(self) -> Prompt | None:

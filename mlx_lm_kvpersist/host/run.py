@@ -1,7 +1,4 @@
-"""How the server starts and ends: its options, the plugins' startup and shutdown, and signals.
-
-A signal ends the server cleanly and in bounded time.
-"""
+"""How the server starts and ends: its options, the plugins' startup and shutdown, and signals."""
 
 from __future__ import annotations
 
@@ -53,8 +50,8 @@ class PrintableFormatter(logging.Formatter):
 class PluginArgumentParser(argparse.ArgumentParser):
     """A parser that accepts `--plugin` and the options of the plugins.
 
-    Plugins' options are added after all stock options, when the command line is parsed. So
-    the help shows them last, and a plugin that repeats a stock option gets the error.
+    The plugins' options are added after all stock options, when the command line is parsed. So a
+    plugin that repeats a stock option gets the error.
     """
 
     _plugin_option: argparse.Action | None = None
@@ -107,7 +104,7 @@ def plugin_run(stock: Callable[..., None]) -> Callable[..., None]:
     """Return a `run` that starts the plugins before stock's `run`, and ends them after it.
 
     Main thread. If a plugin raises before the server listens, or while the default model is
-    prepared, the process ends. The plugin was asked for by name: no request is served without it.
+    prepared, the process ends: the user has asked for this plugin.
     """
     signature = inspect.signature(stock)
 
@@ -195,13 +192,13 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def ending_cleanly(provider: Any = None, grace_s: float = GRACE_S) -> Iterator[list[int]]:
-    """Make SIGTERM and SIGHUP end the server as Ctrl-C does.
+    """Make SIGTERM and SIGHUP end the server as Ctrl-C does; yield the received signals.
 
-    The handler raises KeyboardInterrupt with the signal's number; stock catches it, stops listening
-    and joins the generation thread. Running threads can prevent the end; a second signal, or
-    `grace_s` seconds, forces it. SIGHUP is not counted: if a terminal is closed, the kernel and the
-    shell send one each. The signal of a failed generation thread (`provider.fatal_error`) is not
-    counted either. Outside the main thread nothing changes. Yields the received signals.
+    The handler raises KeyboardInterrupt. Stock catches it, stops listening and joins the generation
+    thread. If threads prevent the end, a second signal forces it, and so do `grace_s` seconds.
+    SIGHUP does not count: if a terminal is closed, the kernel and the shell send one each. The
+    signal of a failed generation thread (`provider.fatal_error`) does not count either. Outside the
+    main thread nothing changes.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -239,7 +236,6 @@ def ending_cleanly(provider: Any = None, grace_s: float = GRACE_S) -> Iterator[l
 
 
 def end_now(number: int, reason: str) -> NoReturn:
-    """End the process without waiting for any thread."""
     with suppress(OSError):  # the terminal may be closed
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{reason}, stopped\n".encode())
     os._exit(128 + number)

@@ -16,8 +16,8 @@ from typing import NoReturn
 def requested_plugins(argv: Sequence[str]) -> list[str]:
     """Return the names given with `--plugin`, in order, each once.
 
-    Plugins add options, so they must be known before the options are parsed. A `--plugin`
-    without a name is an error that argparse reports.
+    Plugins add options, so their names are read before argparse runs. If a name is missing,
+    argparse reports the error.
     """
     names: list[str] = []
     for arg, following in zip(argv, [*argv[1:], "-"], strict=False):
@@ -40,16 +40,12 @@ def with_nearest(message: str, options: Iterable[str]) -> str:
 
 
 def stop(error: BaseException) -> NoReturn:
-    """End the process with one line on stderr."""
     report(error)
     raise SystemExit(1) from error
 
 
 def report(error: BaseException) -> None:
-    """Print the error that stops the server as one line on stderr.
-
-    With `--log-level DEBUG` a traceback comes before this line.
-    """
+    """Print an error as one line on stderr; with `--log-level DEBUG`, a traceback before it."""
     from ..errors import KVPersistError, PatchError
 
     # Options may not be parsed yet.

@@ -1,8 +1,8 @@
 """Everything that this package changes in mlx-lm: one table, applied completely or not at all.
 
-All targets are globals of `mlx_lm.server`, with three exceptions: attention over packed keys that
-have their own attention function; MLX's wired limit, which mlx-lm sets in three modules; and, with
-several GPUs, MLX's `clear_cache`. Other users of mlx_lm in the process notice only the exceptions.
+Most targets are globals of `mlx_lm.server`, so other users of mlx_lm notice nothing. The exceptions
+are attention over packed keys that have a method `attend`, MLX's wired limit and, with several
+GPUs, MLX's `clear_cache`.
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ logger = logging.getLogger(__name__)
 class Overrides:
     """Expects that a class of the host has the methods that `by` overrides, with equal parameters.
 
-    Our method takes every parameter of stock's method, by name or with `*args` and `**kwargs`, and
-    takes no other parameter. A parameter that is taken with `*args` or `**kwargs` must have a
-    default. A parameter that both methods name has the same default.
+    Parameters that our method names have stock's order and defaults. It may take others with
+    `*args` and `**kwargs` if they have defaults.
     """
 
     name: str
@@ -77,8 +76,7 @@ class Overrides:
 class Uses:
     """Expects that the host's function `name` looks up the module global `uses` when it runs.
 
-    If `name` is a class, one of its methods must use the global. Otherwise replacing the global
-    would have no effect.
+    Without this, replacing the global has no effect. If `name` is a class, one method suffices.
     """
 
     name: str
@@ -163,7 +161,6 @@ class PatchSet:
             raise
 
     def undo(self) -> None:
-        """Restore the originals, the last patch first."""
         while self._applied:
             patch, original = self._applied.pop()
             setattr(patch.module, patch.attribute, original)
@@ -364,5 +361,4 @@ SEVERAL_GPUS = Patch(
 
 
 def needed() -> tuple[Patch, ...]:
-    """Return the patches that this machine needs."""
     return (*PATCHES, SEVERAL_GPUS) if mx.device_count(mx.gpu) > 1 else PATCHES

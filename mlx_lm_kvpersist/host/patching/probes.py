@@ -49,7 +49,6 @@ _LOGITS, _SAMPLING = SimpleNamespace(logit_bias=None), SimpleNamespace(top_k=0)
 GENERATION_ARGS = SimpleNamespace(
     model="probe", seed=None, top_logprobs=0, logits=_LOGITS, sampling=_SAMPLING
 )
-"""The arguments of a request that the server reads before the request enters."""
 
 
 class ProbeCache:
@@ -90,7 +89,7 @@ class ProbeRequest(hooks.TakenRequest):
 
 
 class ProbePlugin:
-    """Answers every hook, and records the calls."""
+    """Answers hooks. Most methods record their call in `asked`."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -186,7 +185,6 @@ def expect(what: str, actual: Any, expected: Any) -> None:
 
 
 def options_reach_plugins(server: ModuleType) -> None:
-    """A parser that is made as in `main` accepts --plugin and a plugin's option."""
     with probing():
         parser = server.argparse.ArgumentParser(description="probe")
         parser.add_argument("--stock", type=int)
@@ -197,7 +195,6 @@ def options_reach_plugins(server: ModuleType) -> None:
 
 
 def loaded_models_make_plugin_caches(server: ModuleType) -> None:
-    """A provider that is made as in `main` asks plugins about a loaded model, and for caches."""
 
     def load(*args: Any, return_config: bool = False, **kwargs: Any) -> tuple[Any, ...]:
         model, tokenizer = ProbeModel(), SimpleNamespace(chat_template=None)
@@ -235,7 +232,6 @@ class ProbeModel:
 
 
 def requests_pass_plugins(server: ModuleType) -> None:
-    """Plugins see queued requests, change messages, and take requests."""
     tokenizer = SimpleNamespace(has_chat_template=False)
     tokenizer.encode = lambda text: [ord(char) for char in text if char in "px!"]
     provider = SimpleNamespace(cli_args=ARGS, tokenizer=tokenizer, processor=None, max_context=None)
@@ -304,10 +300,7 @@ def single_prompts_are_saved(server: ModuleType) -> None:
 
 
 def prompts_are_computed_in_turns(server: ModuleType) -> None:
-    """A batch generator, made like the server's, has a plugin's batch caches.
-
-    Given two prompts, it computes the shorter prompt first, and alone.
-    """
+    """A batch generator has a plugin's caches, and computes the shorter of two prompts first."""
     with probing() as plugin:
         model: Any = ProbeModel()
         model.make_cache = PluginCaches(model, "probe", plugin.model_loaded())
@@ -374,7 +367,6 @@ def windows_are_in_order(server: ModuleType) -> None:
 
 
 def batches_follow_plugins(server: ModuleType) -> None:
-    """Prompts are computed in turns, drafts are checked, and replies can be parked."""
     prompts_are_computed_in_turns(server)
     drafts_are_checked(server)
     rows_are_parked(server)
@@ -389,7 +381,6 @@ class ProbeKeys(tuple[Any, ...]):
 
 
 def packed_keys_attend_themselves(base: ModuleType) -> None:
-    """The function that models call uses the attention of packed keys."""
     queries = mx.ones((1, 2, 1, 32))
     packed = mx.quantize(mx.ones((1, 1, 3, 32)), group_size=32, bits=4)
     cache = SimpleNamespace(bits=4, group_size=32)
@@ -427,7 +418,6 @@ def wired_memory_is_chosen(mlx: ModuleType) -> None:
 
 
 def http_reaches_plugins(server: ModuleType) -> None:
-    """A server started as `run` starts it answers a completion and a plugin's path."""
     body = json.dumps({"prompt": "ping"}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nX-Probe: 1\r\nContent-Length: %d\r\n\r\n" % len(body)
     with probing() as plugin:
@@ -475,7 +465,6 @@ def answer(server: ModuleType, request: bytes, **of_generator: Any) -> str:
 
 
 def run_starts_and_stops_plugins(server: ModuleType) -> None:
-    """`run`, called as `main` calls it, calls configure and shutdown around stock's `run`."""
     with (
         probing() as plugin,
         replaced(server, "ResponseGenerator", lambda *args: None),

@@ -1,8 +1,7 @@
 """The versions of mlx-lm and mlx that work together, as measured; see docs/compatibility.md.
 
-Versions older than the measured versions are refused, because they hang or do not start. A
-newer mlx, or a newer mlx-lm below `CEILING`, is tried: each patch checks the host before it is
-applied, and is tested afterwards.
+Versions older than the measured versions are refused, because they hang or do not start. A newer
+mlx, or a newer mlx-lm below `CEILING`, is tried: each patch checks the host, and is then tested.
 """
 
 from __future__ import annotations
@@ -122,5 +121,4 @@ def parse(version: str) -> Version:
 
 
 def text(version: Version) -> str:
-    """Return a version as text, such as "0.32.1"."""
     return ".".join(str(n) for n in version)
