@@ -1,7 +1,7 @@
 """`mlx-lm-kvpersist bench`: the plugin against the stock server on this machine, with any model.
 
-Each server gets the same conversations: a new prompt, the next turn, and one more turn after `kill
--9`. The length of the prompts depends on the stock server's speed, which is measured first.
+Both servers get the same conversations: a new prompt, the next turn, and a turn after `kill -9`.
+The speed of the stock server is measured first, and determines the length of the prompts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .output import ongoing, utc_time
 from .servers import Message, Reply, StartedServer, ask, document
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
-"""The numbers of tokens that a new prompt may have."""
+"""Possible lengths of a new prompt, in tokens."""
 COLD, HOT, RESTARTED = "new prompt", "next turn", "next turn after kill -9"
 MODEL_FILES = ["*.json", "*.jsonl", "*.txt", "*.jinja", "*.py", "model*.safetensors"]
 MODEL_FILES += ["tokenizer.model", "tiktoken.model", "*.tiktoken"]
@@ -51,7 +51,7 @@ _SELF_TEST_S, _LONG_PROBE_S = 5.0, 0.5
 
 @dataclass
 class Side:
-    """A server and its results: its replies by state, and its conversations."""
+    """A server, its replies by state, and its conversations."""
 
     name: str
     server: StartedServer
@@ -194,7 +194,6 @@ def _rows(*sides: Side) -> list[dict[str, Any]]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command, print the table and write the JSON; return the exit status."""
     if not args.minutes >= 1:  # this also refuses nan
         raise ConfigError(f"--minutes {args.minutes:g} is too short; give 1 or more")
     if args.json and not args.json.absolute().parent.is_dir():
@@ -210,7 +209,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measured_conditions(name: str, path: Path) -> dict[str, Any]:
-    """Return the conditions of a measurement, for `machine.conditions`."""
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     n_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     return {
@@ -249,7 +247,7 @@ def row(
     reused: Sequence[float] | None = None,
     more_is_better: bool = False,
 ) -> dict[str, Any]:
-    """Return a row: the medians, and the median of the ratios. reused: reused tokens by server."""
+    """Return the medians, and the median of the ratios. reused: reused tokens of each server."""
     pairs = [(b, a) if more_is_better else (a, b) for a, b in zip(stock, ours, strict=False)]
     return {
         "what": what,

@@ -1,7 +1,7 @@
 """`mlx-lm-kvpersist connect`: a client's configuration for this server, printed or written.
 
-A file's other settings stay. Next to each file that the command writes, it saves the former
-content, which `--undo` restores.
+Other settings in a file stay. Before a file is written, its content is saved next to it; `--undo`
+restores this content.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ class Client:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; return the exit status. Raises ConfigError if nothing can be written."""
     if not 0 < args.port < 1 << 16:
         raise ConfigError(f"--port {args.port} is not a port; give the server's port, such as 8080")
     url = f"http://127.0.0.1:{args.port}"
@@ -264,9 +263,9 @@ def _in_json(table: Mapping[str, Any], like: str) -> str:
 
 
 def _expanded(value: Any, like: str, line: str, indent: str) -> str:
-    """Return a value as JSON of several lines; a part on one line in `like` stays so.
+    """Return a value as JSON of several lines, except parts that `like` has on one line.
 
-    line: a line break and the indentation of the value's own line.
+    line: a line break and the indentation of the value.
     """
     for separators in ((", ", ": "), (",", ":"), (",", ": ")):
         text = json.dumps(value, separators=separators, ensure_ascii=False, allow_nan=False)
@@ -297,18 +296,15 @@ def _tables(toml: str) -> dict[tuple[str, int], dict[tuple[str, int], str]]:
 
 
 def _numbered(name: str, known: Collection[tuple[str, int]]) -> tuple[str, int]:
-    """Return the first of (name, 0), (name, 1), … that `known` does not have."""
     return next((name, n) for n in count() if (name, n) not in known)
 
 
 def _in_toml(tables: Mapping[tuple[str, int], Mapping[Any, str]], like: str) -> str:
-    """Return a TOML text of tables, with the line ends of `like`."""
     lines = [line for (header, _), table in tables.items() for line in (header, *table.values())]
     return _with_line_ends("".join(f"{line}\n" for line in lines[1:]), like)
 
 
 def _with_line_ends(text: str, like: str) -> str:
-    """Return a text with the line ends of `like`."""
     if like.strip() and not like.endswith("\n"):
         text = text.removesuffix("\n")
     return text.replace("\n", "\r\n") if "\r\n" in like else text

@@ -22,10 +22,7 @@ _TEMPLATE = (
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo; return 0 if the conversation was restored from disk, otherwise 1.
-
-    Raises KVPersistError if a server does not start or does not answer.
-    """
+    """Return 0 if the conversation was restored from disk, otherwise 1. Raises KVPersistError."""
     made = "make a tiny model with random weights" if args.model is None else f"take {args.model}"
     first, second = _QUESTIONS
     text = f"{document(args.chars)}\n\n{first}"

@@ -102,7 +102,6 @@ def mlx() -> Finding:
 
 
 def pth_file(folders: Sequence[str]) -> Finding:
-    """Check that the .pth file exists, is complete, and is not hidden."""
     paths = [Path(folder, PTH_NAME) for folder in folders]
     path = next((path for path in paths if path.is_file()), None)
     observed, advice = str(path), ""
@@ -198,10 +197,7 @@ def ask(command: Sequence[str]) -> tuple[int, str]:
 
 
 def run(args: argparse.Namespace) -> Report:
-    """Check everything that activation depends on, causes before effects; then store and port.
-
-    The exit status is 0 if the plugin works here.
-    """
+    """Check everything that activation depends on, causes before effects; then store and port."""
     command, folder = f"{server_command()} --plugin {PLUGIN}", args.kvpersist_dir
     where = f" --kvpersist-dir {shlex.quote(str(folder))}" if folder else ""
     port, following = running(command + where)
@@ -223,7 +219,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def report(findings: Sequence[Finding], command: str, following: str) -> Report:
-    """Return the lines to print: each finding, and the next command (`following` if all passed)."""
+    """Return the findings and the next command, which is `following` if all checks passed."""
     lines = []
     for finding in findings:
         mark = "no" if not finding.passed else "slow" if finding.advice else "ok"

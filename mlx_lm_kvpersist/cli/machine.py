@@ -66,7 +66,6 @@ def openblas_advice(gflops: float | None) -> str:
 
 
 def conditions(content: Mapping[str, Any]) -> list[str]:
-    """Return the versions, the machine and the model, each on a line."""
     releases, device, model = content["versions"], content["device"], content["model"]
     bits = f", {model['weight_bits']}-bit" if model["weight_bits"] else ""
     memory = f", {show_bytes(n_bytes)}" if (n_bytes := device.get("memory_size")) else ""

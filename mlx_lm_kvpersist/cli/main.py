@@ -38,8 +38,8 @@ _WHICH = "a session's id, the beginning or end of an id, or a session's name or 
 class CommandParser(argparse.ArgumentParser):
     """A parser whose errors suggest a command or an option.
 
-    `commands` has the parsers of a group's commands by name; it is empty for a command. The epilog
-    is an example, shown after the help and if arguments are missing.
+    `commands` has the parsers of a group's commands by name; it is empty for a command. The epilog,
+    an example, is also shown if arguments are missing.
     """
 
     commands: Mapping[str, CommandParser] = MappingProxyType({})
@@ -50,7 +50,7 @@ class CommandParser(argparse.ArgumentParser):
         super().error(with_nearest(message, self._option_string_actions) + example)
 
     def check_command(self, words: Sequence[str]) -> None:
-        """If `words` do not begin with a command, suggest the most similar and end the process."""
+        """End the process with a suggestion unless `words` begin with a command."""
         parser = self
         for depth, word in enumerate(words):
             if not parser.commands or word.startswith("-"):
@@ -129,10 +129,7 @@ def _imported(module: str) -> ModuleType:
 
 
 def _of_each_rank(run: Callable[..., Any], args: argparse.Namespace) -> int:
-    """Run a command for the store that the options name, or for the store of each rank.
-
-    The command fails if all stores raise an error. JSON has a key per folder.
-    """
+    """Run a command on one store, or on each rank's store. It fails if all stores raise errors."""
     from .opening import folders_of
 
     folders = folders_of(args)
@@ -169,7 +166,6 @@ def _of_each_rank(run: Callable[..., Any], args: argparse.Namespace) -> int:
 
 
 def run_server(args: argparse.Namespace) -> int:
-    """Run `mlx_lm.server` with the plugin, or with the plugins that the options name."""
     plugin = [] if requested_plugins(args.options) else ["--plugin", "kvpersist"]
     serve([*plugin, *args.options])
     return 0

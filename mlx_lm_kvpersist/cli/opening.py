@@ -19,9 +19,10 @@ from ..store.records import StoreLimits
 
 
 def folders_of(args: argparse.Namespace) -> list[Path]:
-    """Return the stores' folders: the folder that the options name, those of ranks in it, or both.
+    """Return the folder that the options name, and the folders of ranks in it.
 
-    The folder need not exist. In the other functions, `args` names one store's folder.
+    The named folder need not exist. It is left out if it has folders of ranks and no index. In the
+    other functions, `args` names one store's folder.
     """
     if "kvpersist_dir" not in args:
         return [Path()]  # for a command without a store
@@ -32,7 +33,7 @@ def folders_of(args: argparse.Namespace) -> list[Path]:
 
 
 def existing(args: argparse.Namespace) -> OwnFiles:
-    """Return the files of the folder that the options name; change nothing.
+    """Return a store's files; change nothing.
 
     Raises StoreError unless the folder holds a store of this key, with or without an index.
     """
@@ -56,7 +57,7 @@ def reading(args: argparse.Namespace, *, check_all: bool = False) -> Iterator[In
     """Open the index of a store to read it; no lock is taken and nothing is repaired.
 
     `check_all` checks the whole index for damage, which takes half a minute for 10,000 sessions.
-    Raises OSError if SQLite cannot write files next to the index, which it needs even to read.
+    Raises OSError if SQLite cannot write next to the index. SQLite needs this even to read.
     """
     files = existing(args)
     folder = files.folder

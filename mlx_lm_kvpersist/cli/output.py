@@ -54,7 +54,6 @@ class Report:
         self.content, self.texts, self.status = content, texts, status
 
     def tell(self, args: argparse.Namespace) -> int:
-        """Print what the options ask for; return the exit status."""
         if args.json:
             print(json.dumps(self.content, indent=2))
         else:
@@ -80,10 +79,7 @@ def shown(text: str, max_chars: int = 40, *, is_end: bool = False) -> str:
 
 
 def fitted(text: str, width: int) -> str:
-    """Return a text in at most `width` columns; an ellipsis replaces the middle of a longer text.
-
-    A wide character takes two columns.
-    """
+    """Return a text in at most `width` columns, with an ellipsis in the middle if it is longer."""
     if cell_len(text) <= width:
         return text
     n_end = (width - 1) // 2
@@ -92,9 +88,9 @@ def fitted(text: str, width: int) -> str:
 
 
 def called(name: str | None, note: Mapping[str, str]) -> str:
-    """Return a session's name for people: its title, name or first words; "" if it has none.
+    """Return a session's title, name or first words; "" if it has none.
 
-    The first words replace a name that is an id. Texts of more than 160 characters are shortened.
+    The first words replace a name that is an id.
     """
     name, words = name or "", note.get("words", "")
     text = note.get("title") or (words if words and _IS_ID.search(name) else name or words)
@@ -122,17 +118,15 @@ def counted(number: int, noun: str) -> str:
 
 
 def counts(totals: Totals) -> dict[str, int]:
-    """Return how many blocks and checkpoints there are, for JSON."""
     return {"blocks": totals.n_blocks, "checkpoints": totals.n_checkpoints}
 
 
 def amount(totals: Totals) -> str:
-    """Return how many blocks and checkpoints there are, such as "2 blocks, 1 checkpoint"."""
+    """Return the counts as text, such as "2 blocks, 1 checkpoint"."""
     return ", ".join(counted(number, kind[:-1]) for kind, number in counts(totals).items())
 
 
 def named(session: Session, note: Mapping[str, str]) -> str:
-    """Return a session's id and what people call it."""
     return f"{session.id}  {called(session.name, note) or '-'}"
 
 
@@ -147,10 +141,7 @@ def utc_time(time_s: float) -> str:
 
 
 def print_tsv(sessions: Iterable[Mapping[str, Any]], *columns: str) -> None:
-    """Print fields of sessions as tab-separated values, after a line with their names.
-
-    Sizes are in bytes, times in UTC. Texts of more than 160 characters are shortened.
-    """
+    """Print fields of sessions, after a line with their names. Sizes are in bytes, times in UTC."""
     print(*columns, sep="\t")
     for row in sessions:
         fields = {**row, "precision": layout_in_words(row["precision"] or "")}
@@ -160,7 +151,6 @@ def print_tsv(sessions: Iterable[Mapping[str, Any]], *columns: str) -> None:
 
 
 def terminal_width() -> int:
-    """Return the columns of the terminal; 80 in a pipe."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else 80
 
 
@@ -170,7 +160,6 @@ class _Console(Console):
 
 
 def console() -> Console:
-    """Return the console for a command's results."""
     width = None if sys.stdout.isatty() else _PIPE_WIDTH
     return _Console(highlight=False, markup=False, emoji=False, soft_wrap=True, width=width)
 
@@ -199,7 +188,6 @@ def table(
 
 
 def record(fields: Mapping[str, Any]) -> Table:
-    """Return a record of JSON values as a table: a line for each field, in words."""
     return table(["", ""], [(_label(name), _cell(name, fields[name], 200)) for name in fields])
 
 

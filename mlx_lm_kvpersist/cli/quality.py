@@ -42,7 +42,6 @@ _Said = tuple[list[list[int]], list[list[int]]]
 
 
 def run(args: argparse.Namespace) -> Report:
-    """Run the command. Raises KVPersistError if it fails."""
     text_name, text = read_text(args.text)
     digest = hashlib.sha256(text.encode()).hexdigest()
     about_text = {"name": text_name, "chars": len(text), "sha256": digest}
@@ -134,10 +133,9 @@ def _measured(
 ) -> list[dict[str, Any]]:
     """Return the rows for JSON: the model's own precision first, then each of `specs`.
 
-    Each precision is compared with the model's own. `perplexity_rise` is relative, `agreement` is
-    the share of equal next tokens, `divergence_nats` the mean Kullback-Leibler divergence, and
-    `divergence_p99_nats` its 99th percentile. `texts` has the mean divergence of each text, and
-    `worst_text` names the text with the highest. `bits_per_number` includes scales and biases.
+    All are compared with the model's own precision. `perplexity_rise` is relative. `agreement` is
+    the share of equal next tokens. `divergence_nats` is the mean Kullback-Leibler divergence, and
+    `texts` has it for each text. `bits_per_number` includes scales and biases.
     """
     part_ids, places = placed(tokenizer)
     part_ids = part_ids[: position_limit(model)]

@@ -23,7 +23,6 @@ from ..cache.measuring.divergence import AT_ONCE, Predictions, compared, encode
 from ..host.patching.patches import PATCHES, PatchSet
 
 MakeCache = Callable[[], list[Any]]
-"""Returns an empty prompt cache."""
 
 FIRST_TOKENS = 16
 """Two replies count as the same if this number of first tokens is equal."""
@@ -41,7 +40,6 @@ QUESTIONS = (
     "How does it end?",
     "Write a title for it.",
 )
-"""Questions about the facts, and then about any text."""
 LOCKS = ("Harrow Weir", "Upper Dunmere", "Saltmarsh Cut", "Old Mill Bend")
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -86,8 +84,8 @@ def served(
 def windows_of(ids: Sequence[int], begin: Sequence[int], length: int, stride: int) -> list[Window]:
     """Cut ids into windows of `length`: `begin`, then a part that advances by `stride`.
 
-    Every token is predicted once, the first only after a `begin`. The model sees at least
-    `length - stride` tokens before each, or all if there are fewer.
+    Every token is predicted once; the first token only if there is a `begin`. Before a token, the
+    model sees at least `length - stride` tokens, or all if there are fewer.
     """
     room = length - len(begin)
     windows: list[Window] = []
@@ -172,8 +170,8 @@ def _rendered(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> lis
 def tool_prompts(tokenizer: Any, text: str) -> list[tuple[list[int], Any]]:
     """Return a chain of calls: each prompt's ids, and the call that should follow.
 
-    Each prompt has the earlier calls. A template that omits tools gives no prompt, and a template
-    that omits calls gives one prompt.
+    Each prompt contains the earlier calls. The chain is empty if the template omits tools, and has
+    one prompt if the template omits calls.
     """
     content = f"{text}\n\nHow many metres high is the water at each of these locks: "
     content += f"{', '.join(LOCKS)}? Use the tool for one after the other, in this order."

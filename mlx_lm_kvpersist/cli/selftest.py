@@ -46,7 +46,6 @@ _ASK_MACOS = "sysctl hw.model iogpu.wired_limit_mb kern.memorystatus_vm_pressure
 
 
 def run(args: argparse.Namespace) -> Report:
-    """Run the self-test, and print its results."""
     plugins = requested_plugins(args.server_options) or [PLUGIN]
     command = " ".join(["mlx_lm.server", *(f"--plugin {name}" for name in plugins)])
     findings = [*(machine_findings() if args.machine else ()), *run_selftest(args.server_options)]
@@ -54,7 +53,6 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def run_selftest(server_options: Sequence[str] = ()) -> list[Finding]:
-    """Check the versions, every patch, the plugins' start, and the numbers of kvpersist."""
     findings = [
         mlx_lm(),
         *(tried(f"patch {patch.name}", partial(check_patch, patch)) for patch in PATCHES),
@@ -68,8 +66,8 @@ def run_selftest(server_options: Sequence[str] = ()) -> list[Finding]:
 def check_patch(patch: Patch) -> None:
     """Apply a patch alone, and undo it.
 
-    Raises a PatchError if the host differs or the patch does nothing, SelfTestFailed if its probe
-    also passes without the patch, or if undoing it leaves a change.
+    Raises a PatchError if the host differs or the patch does nothing. Raises SelfTestFailed if the
+    probe also passes without the patch, or if a change remains after undo.
     """
     patches, stock = PatchSet(), look_up(patch.module, patch.attribute)
     patch.check_host()
@@ -98,8 +96,8 @@ def _expect_failure(patch: Patch, when: str) -> None:
 def check_startup(server_options: Sequence[str] = ()) -> None:
     """Run the server's `main` with plugins and without a model, until it listens.
 
-    Raises the error that stopped it. The plugin is kvpersist, with a temporary store, unless
-    `server_options` name others.
+    Raises the error that stopped it. Without a plugin in `server_options`, kvpersist starts with a
+    temporary store.
     """
     plugins = requested_plugins(server_options)
     server = importlib.import_module("mlx_lm.server")
@@ -146,7 +144,6 @@ class _Listening(BaseException):
 
 
 def _end_instead(server: Any, poll_interval: float = 0.5) -> None:
-    """Replace `serve_forever`: close the server and raise _Listening."""
     server.server_close()
     raise _Listening
 

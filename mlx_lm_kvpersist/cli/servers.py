@@ -38,10 +38,10 @@ def answer(
     headers: Mapping[str, str] | None = None,
     timeout_s: float = 10.0,
 ) -> HTTPResponse:
-    """Open a server's answer to GET, or to POST if there is a body. Raises KVPersistError if there
-    is no answer.
+    """Open the answer to a GET request, or to a POST request if there is a body.
 
-    The caller handles errors while it reads the answer.
+    Raises KVPersistError if the server refuses or does not answer. The caller handles errors while
+    it reads the answer.
     """
     url = url.rstrip("/") if "://" in url else f"http://{url.rstrip('/')}"
     key = os.environ.get(KEY_VARIABLE, "").strip()
@@ -89,11 +89,10 @@ def document(n_chars: int) -> str:
 
 @dataclass(frozen=True)
 class Reply:
-    """A streamed reply: its text, the time to its first token, and the tokens that were not
-    computed again.
+    """A streamed reply.
 
-    If a reply shows no token, `ttft_s` is its total time. `outcome` is the header X-KVPersist, or
-    "". `decode_s` is the time from the first of its `completion_tokens` to the last.
+    `ttft_s` is the time to the first token, or the total time if no token is shown. `decode_s` is
+    the time from the first token to the last. `outcome` is the header X-KVPersist, or "".
     """
 
     text: str
@@ -112,15 +111,14 @@ class Reply:
         return (self.completion_tokens - 1) / self.decode_s
 
     def said(self, field: str) -> str:
-        """Return a field of the outcome; "" if the outcome does not have it."""
         value = re.search(rf"\b{field}=([^;]*)", self.outcome)
         return value[1] if value else ""
 
 
 class StartedServer:
-    """The stock server with further `options`, for a `with` block; its log is appended to a file.
+    """The stock server with `options`, for a `with` block. Its log is appended to a file.
 
-    Raises KVPersistError if it does not start or answer; the message ends with its log.
+    Raises KVPersistError, with the end of the log, if the server does not start or answer.
     """
 
     def __init__(self, model: str, *options: str, log_path: Path) -> None:
@@ -151,10 +149,7 @@ class StartedServer:
         self._process.wait()
 
     def start(self) -> None:
-        """Run the command, on a free port, and wait until the server has generated a token.
-
-        `start_s` is how long that took, in seconds.
-        """
+        """Start on a free port, and wait for a first token. `start_s`: how many seconds it took."""
         started_s = time.monotonic()
         with socket.socket() as probe:
             probe.bind((_HOST, 0))
@@ -196,7 +191,6 @@ class StartedServer:
             time.sleep(0.05)
 
     def chat(self, messages: Sequence[Message], session: str | None, max_tokens: int) -> Reply:
-        """Stream a conversation's reply, decoded greedily."""
         body = {
             "messages": list(messages),
             "max_tokens": max_tokens,
@@ -213,7 +207,6 @@ class StartedServer:
             raise self.failure(str(error)) from error
 
     def failure(self, problem: str) -> KVPersistError:
-        """Return an error with the problem, the command, and the end of the log."""
         log = self._log_path.read_text(encoding="utf-8", errors="replace")
         tail = "\n".join(log.splitlines()[-60:])
         command = " ".join(self._command)

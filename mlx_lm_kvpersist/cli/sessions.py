@@ -52,7 +52,6 @@ _ORDERS: dict[str, Callable[[Index, Session], Any]] = {
     "tokens": lambda index, session: -session.n_tokens,
     "name": lambda index, session: (not (name := _name(index, session)), name.casefold()),
 }
-"""The sort key of a session, by the word after --sort."""
 
 
 def choose(index: Index, wanted: str) -> Session:
@@ -115,7 +114,6 @@ def describe(index: Index, session: Session) -> dict[str, Any]:
 
 
 def list_all(args: argparse.Namespace) -> Report:
-    """List sessions: one line each in a terminal, tab-separated values in a pipe, or JSON."""
     folder, now = args.kvpersist_dir, time.time()
     with reading(args) as index:
         found = index.state.matching(index.sessions(), args.text or "")
@@ -144,7 +142,6 @@ def list_all(args: argparse.Namespace) -> Report:
 
 
 def rename(args: argparse.Namespace) -> Report:
-    """Give a session a title, or remove the title with "". Requests keep the client's name."""
     title = args.title.strip()
     if len(title) > MAX_TITLE_CHARS:
         raise StoreError(f"a title has at most {MAX_TITLE_CHARS} characters, not {len(title):,}")
@@ -205,7 +202,7 @@ def rm(args: argparse.Namespace) -> Report:
         disk.index.state.forget_requests(None if args.all else owners)
         if args.all:
             disk.index.state.trim_replies(0)
-            for key in index.keys("blocks"):  # of prompts whose replies a kill has interrupted
+            for key in index.keys("blocks"):  # no session has the blocks of an interrupted reply
                 disk.forget(key)
         is_overwritten = disk.index.database.empty_log()
         freed = before - disk.index.totals()
@@ -263,7 +260,6 @@ def load(args: argparse.Namespace) -> Report:
 
 
 def warm(args: argparse.Namespace) -> Report:
-    """Let a running server compute and pin the beginning of prompts. Raises KVPersistError."""
     name = args.name or session_name(args.file)
     request = {"name": name, "request": read_prompt(args.file)}
     done = ask(args.url, WARM_PATH, request, timeout_s=_COMPUTED_S)

@@ -30,7 +30,6 @@ def load_named(name: str, adapter_path: str | None = None) -> tuple[Any, Any]:
 
 
 def run(args: argparse.Namespace) -> Report:
-    """Run the command; status 1 if the cache is not supported. Raises like `load_named`."""
     model, _ = load_named(args.model, args.adapter_path)
     try:
         spec = spec_of(model, precision_of(args), architecture_of(model))

@@ -217,10 +217,10 @@ def key(args: argparse.Namespace) -> int:
 
 @dataclass(eq=False)
 class Segment:
-    """Blocks that `n_sessions` share; `words` is the beginning of their text.
+    """A run of blocks that the same `n_sessions` share; `words` is the beginning of their text.
 
-    `tree_bytes` and `used` (seconds since 1970) include the segments after this one: a use is
-    recorded only at the end of a chain. `ending`: sessions that end in this segment.
+    `tree_bytes` and `used` (seconds since 1970) include the segments after this segment, because a
+    use is recorded only at the end of a chain. `ending`: sessions that end in this segment.
     """
 
     number: int
@@ -238,11 +238,7 @@ class Segment:
 
 
 def draw(args: argparse.Namespace) -> Report:
-    """Draw the bytes of a store by session, shared segment and age.
-
-    A segment is a run of blocks that the same sessions share. JSON calls segments parts. Nothing is
-    locked or changed, so a server may use the folder at the same time.
-    """
+    """Draw the bytes of a store by session, segment and age. JSON calls segments parts."""
     folder, now = args.kvpersist_dir, time.time()
     with reading(args) as index:
         segments = _segments(index)

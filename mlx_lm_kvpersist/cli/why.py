@@ -23,7 +23,6 @@ _NO_PARTS = ("total", "weights", "active", "waiting", "pressure")
 
 
 def run(args: argparse.Namespace) -> Report:
-    """Run the command. Raises KVPersistError if neither a server nor a store answers."""
     records: list[Record]
     stats: Record = {}
     if args.url is not None:
@@ -64,13 +63,11 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _chosen(records: list[Record], wanted: str) -> list[Record]:
-    """Return the records whose id is `wanted`, or begins or ends with it."""
     ids = by_id([record["id"] for record in records], wanted)
     return [record for record in records if record["id"] in ids]
 
 
 def _sums(records: list[Record], store: Record, memory: Record | None) -> Iterator[str]:
-    """Yield a summary of all records, and of the server or its store, one line each."""
     looked_up = [record for record in records if record["outcome"] != "STOCK"]
     n_prompt, n_reused, n_restored = (
         sum(record[f"{which}_tokens"] for record in looked_up)
