@@ -1,12 +1,11 @@
 """From a prompt to restored caches: match the prompt, read the stored blocks, join and check them.
 
-The HTTP thread of a request makes a `Lookup` before the request is queued. The lookup matches the
-prompt with the stored text, splices stored ids into the prompt, and finds why the other tokens are
-not stored. The generation thread then restores the caches. Except for MLX's copies, the work of a
-restore grows with the number of blocks, not with the number of tokens.
+The HTTP thread of a request makes a `Lookup` before the request is queued. The generation thread
+restores the caches. Except for MLX's copies, the work of a restore grows with the number of blocks,
+not with the number of tokens.
 
-If the store raises an exception, the caller catches it, and the prompt is computed.
-The store verifies checksums, the lookup verifies shapes, and the canary verifies values.
+If the store raises an exception, the caller catches it, and the prompt is computed. The store
+verifies checksums, the lookup verifies shapes, and the canary verifies values.
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ _LOOK_S = 0.1
 class StoredPrefix:
     """A prompt, and how many of its first ids will be restored (`n_tokens`).
 
-    The model reads `prompt`, whose ids are `packed_ids`. If the prompt is not stored, or diverges
-    from the stored text at `divergence`, `reason` and `detail` say why no more tokens are used.
+    The model reads `prompt`. `reason` and `detail` say why no more tokens are used.
     """
 
     prompt: Prompt
@@ -99,8 +97,7 @@ class Lookup:
     """Matches a prompt with the stored text, and restores caches that hold the prompt's beginning.
 
     In `prompt`, replies have the ids that the model produced. Several ranks restore only the tokens
-    that every rank has. Rank 0 matches the prompt; the other ranks look up the same ids. `n_worth`
-    is the number of tokens that rank 0 would restore: another rank restores at most this number.
+    that every rank has: the other ranks look up rank 0's ids, and restore at most `n_worth` tokens.
     """
 
     def __init__(
@@ -141,10 +138,7 @@ class Lookup:
             logger.exception("kvpersist: stored blocks could not be looked up")
 
     def _find(self, prompt: Prompt) -> StoredPrefix:
-        """Match a prompt with the stored text, and put the stored ids at the prompt's beginning.
-
-        O(prompt).
-        """
+        """Match a prompt with the stored text, and splice stored ids into it. O(prompt)."""
         store, tokens, text = self._store, self.model.text, self.text
         packed, nearest, match = pack_ids(prompt.ids), NO_MATCH, None
         self._n_changes = store.n_changes
@@ -222,10 +216,7 @@ class Lookup:
         return point
 
     def prefetch(self) -> bool:
-        """Start to read the needed blocks; return whether reading or joining takes long.
-
-        O(blocks). `restore` also works without a prefetch.
-        """
+        """Start to read the needed blocks; return whether reading or joining is slow. O(blocks)."""
         point = self._point()
         if point is None:
             return False
@@ -250,7 +241,6 @@ class Lookup:
                 self.let_go()
 
     def let_go(self) -> None:
-        """Unpin the blocks that `hold` has pinned."""
         pinned, self._pinned = self._pinned, []
         self._store.pool.unpin(pinned, prefetch=True)
 
@@ -265,7 +255,6 @@ class Lookup:
 
     @property
     def is_begun(self) -> bool:
-        """Whether `advance` has begun to restore."""
         return self._steps is not None or self._reuse is not None
 
     def advance(self, seconds: float) -> bool:
@@ -399,8 +388,8 @@ class Lookup:
         Yields before each record, and after some buffers are made. Adds records that were read from
         lower tiers to `read`. If a record is unusable, adds its key to `lost` and returns None.
 
-        in_steps: whether replies run between the steps, so that each step must be short. If not,
-        and if all blocks are in RAM, they are joined at once, which takes less time.
+        in_steps: replies run between the steps, so each step must be short. Otherwise blocks that
+        are all in RAM are joined at once, which takes less time.
         """
         spec, store, needed = self.model.spec, self._store, point.needed
         n_read: Counter[int | str] = Counter()
@@ -456,7 +445,6 @@ class Lookup:
         return _Joined(point.n_tokens, caches, max(n_read.values(), default=0), slowest)
 
     def _outcome(self, joined: _Joined, n_wanted: int) -> Outcome:
-        """Return the outcome: how many tokens were reused, and why no more."""
         stored, n_reused = self.stored, joined.n_tokens
         ids, granule = stored.prompt.ids, self.model.saver.granule
         is_all_stored = stored.match.n_tokens >= len(ids) - 1
@@ -488,7 +476,7 @@ def tokens_to_reuse(
 ) -> tuple[int, Reason | None]:
     """Return `n_tokens`, or 0 and the reason if restoring would be slower than computing.
 
-    `match` diverges after these tokens. Fewer than MIN_TOKENS give 0 and no reason. O(blocks).
+    `match` diverges after these tokens. O(blocks).
     """
     if n_tokens < MIN_TOKENS:
         return 0, None  # so few tokens are a template's first words

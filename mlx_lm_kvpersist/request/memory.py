@@ -55,8 +55,7 @@ logger = logging.getLogger(__name__)
 class Claim:
     """The memory that a request needs to begin: the caches of `n_tokens`.
 
-    `order`: the number of the request, by arrival. `is_over()`: whether the request has ended or
-    its client has left. `lookup` pins the blocks that the request restores.
+    `is_over()`: the request has ended or its client has left. `lookup` pins the blocks to restore.
     """
 
     order: int
@@ -106,7 +105,6 @@ class Memory:
         self.changed()
 
     def close(self) -> None:
-        """Set MLX's memory limit to its former value."""
         mx.set_memory_limit(self._stock_limit_bytes)
 
     def _needed(self, more: Sequence[int] = (), room: int = ROOM) -> int:
@@ -254,14 +252,12 @@ class Memory:
 
 
 def weights_bytes(*models: Any) -> int:
-    """Return the bytes of all parameters of the models. None stands for an absent model."""
     weights = (tree_flatten(model.parameters()) for model in models if model is not None)
     return sum(int(array.nbytes) for arrays in weights for _, array in arrays)
 
 
 def total_bytes(option: int | None, n_weights: int) -> int:
-    """Return the bytes for everything except a model's weights: the option or, if it is None,
-    the device's memory minus the weights and a reserve for other programs.
+    """Return the bytes for everything except a model's weights, by default what the device leaves.
 
     The default is at least LEAST_BYTES: stock also serves a model that is too large.
     """
@@ -301,8 +297,7 @@ def pressure_level() -> int:
 
 
 def offered_bytes() -> int:
-    """Return the bytes that this process may use on its device, including the bytes that it
-    uses now.
+    """Return the bytes that this process may use on its device, with the bytes that it uses now.
 
     Metal: the recommended working set. CUDA: the free memory. Otherwise: the available memory of
     the machine, within the limits of its cgroups.

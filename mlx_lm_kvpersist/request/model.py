@@ -1,6 +1,6 @@
 """The model that the server has loaded: its caches, the text of its tokens, and its speed.
 
-`load_model` prepares a model in some milliseconds. Generation thread.
+Generation thread.
 """
 
 from __future__ import annotations
@@ -53,14 +53,13 @@ _SUPPOSED_TOKEN_S = 1e-3
 class Speed:
     """The speed of computing and restoring a model's prompts on this device.
 
-    The generation thread measures; any thread may read. Only working time counts: the steps of
-    replies between two chunks, and the pauses between two steps of a restore, are not measured. So
-    the decision to restore a prompt does not depend on other requests. Until a speed is known,
-    restoring counts as faster than computing, which is true on most devices.
+    The generation thread measures; any thread may read. Steps of other replies are not measured, so
+    they do not change whether a prompt is restored. Until a speed is known, restoring counts as
+    faster than computing, which is true on most devices.
 
-    `pace` learns from the chunks of prompts. `rates` has a running average of each tier's bytes per
-    second: the speed of reading or, for RAM, the speed of joining, because every restored byte is
-    joined. The dict is replaced, never changed, because other threads iterate over it.
+    `rates` has a running average of each tier's bytes per second. The rate of RAM is the speed of
+    joining: every restored byte is joined. The dict is replaced, never changed, because other
+    threads iterate over it.
     """
 
     memory: PrefillMemory | None = None
@@ -75,10 +74,7 @@ class Speed:
         max_stall_s: float,
         stepped: Callable[[int, float | None], None] = lambda n_replies, seconds: None,
     ) -> PrefillLimits | None:
-        """Return the limits for computing prompts; a reply waits for `max_stall_s` at most.
-
-        `stepped` is called after each step of the replies.
-        """
+        """Return the limits for computing prompts; a reply waits for `max_stall_s` at most."""
         if (memory := self.memory) is None:
             return None
         return PrefillLimits(
@@ -93,7 +89,6 @@ class Speed:
         )
 
     def learn(self, tier: str, n_bytes: int, seconds: float) -> None:
-        """Update a tier's rate: `n_bytes` took `seconds`. Small numbers of bytes are ignored."""
         if n_bytes >= MIN_RESTORE_BYTES and seconds > 0:
             measured = n_bytes / seconds
             average = self.rates.get(tier, measured)
@@ -105,7 +100,6 @@ class Speed:
         return n_tokens * _SUPPOSED_TOKEN_S if seconds is None else seconds
 
     def describe(self) -> dict[str, Any]:
-        """Return the speeds as JSON values: the pace by position, and the rates by tier."""
         rates = {RAM: None, DISK: None, **self.rates}
         return {"prefill_tokens_per_s": self.pace.describe(), "restore_bytes_per_s": rates}
 
@@ -115,7 +109,7 @@ class ModelOptions:
     """The options that decide how a model's prompts are computed and stored.
 
     `with_text`: whether the text of prompts may be stored. `max_prefill_bytes` limits the memory
-    that a chunk takes besides model and caches. `ranks`: the processes that compute the model.
+    that a chunk takes besides model and caches.
     """
 
     choice: PrecisionChoice
@@ -127,7 +121,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model called `name` whose conversations are stored; `ranks` compute it.
+    """A model whose conversations are stored.
 
     `model` may be a weak proxy: the server drops a model before it loads the next, because two
     models may not fit into memory.
@@ -267,8 +261,8 @@ def _on_all_ranks(options: ModelOptions) -> Iterator[None]:
 def _draft_of(provider: Any, path: str, spec: ModelCacheSpec, options: ModelOptions) -> LoadedModel:
     """Return the draft model, which reads the ids of the main model's tokenizer.
 
-    Raises ModelNotSupported unless the caches of both models can be trimmed: mlx-lm trims them
-    after each draft.
+    Raises ModelNotSupported if a cache of either model cannot be trimmed, as mlx-lm does after each
+    draft, or if the main model does not have one cache per layer.
     """
     loaded = SimpleNamespace(
         model=provider.draft_model, tokenizer=provider.tokenizer, model_key=(path, None, None)
@@ -301,7 +295,6 @@ def _evaluated(model: Any, *args: Any, **kwargs: Any) -> mx.array:
 
 
 def part_of_model(provider: Any, rank: int, n_ranks: int) -> str:
-    """Return a text that identifies the part of a model that a rank computes."""
     kind = "pipeline" if provider.cli_args.pipeline else "tensor"
     inner = getattr(provider.model, "model", provider.model)
     layers = getattr(inner, "start_idx", None), getattr(inner, "end_idx", None)
@@ -309,13 +302,11 @@ def part_of_model(provider: Any, rank: int, n_ranks: int) -> str:
 
 
 def places(store: BlockStore) -> str:
-    """Return where conversations are stored, and the used and allowed space, for the log."""
     ram = show_bytes(store.limits.max_ram_bytes)
     return f"conversations in {store.disk}, and up to {ram} of RAM"
 
 
 def described(spec: ModelCacheSpec) -> str:
-    """Return the size and precision of the KV, the batching and the attention, for the log."""
     plans = {str(plan) for plan in spec.plans.values()}
     attention = f"attention: {' or '.join(sorted(plans))}" if plans else "attention as in mlx-lm"
     size = f"{show_bytes(spec.bytes_per_token)} a token, {layout_in_words(spec.layout)}"

@@ -1,6 +1,5 @@
 """How many tokens a request reused, and why no more: for replies, the log and metrics.
 
-`RequestLog` has the last requests, for people; metrics count all requests, for Prometheus.
 prometheus_client is imported when Prometheus first asks, so the import delays neither the start nor
 a reply. Any thread.
 """
@@ -133,11 +132,9 @@ class Outcome:
 
     @property
     def why(self) -> str:
-        """Why no more tokens were reused, or ""."""
         return self.detail or (self.reason.text if self.reason else "")
 
     def sentence(self, session: str | None, *, is_kept: bool = True) -> str:
-        """Return a sentence for people about the request; `session` is the conversation's name."""
         why = self.why
         if self.kind is Kind.STOCK:
             clauses = [f"served as in the stock server: {why}"]
@@ -195,11 +192,10 @@ def divergence_at(
 def why_not_stored(
     prompt_ids: Sequence[int], text: str | None, match: Match, root: Root, store: BlockStore
 ) -> tuple[Reason, str]:
-    """Return why a match does not go further: the next text was removed, is under another root, or
-    was never saved.
+    """Return why no more of a prompt is stored, and a text to show instead of the reason's, or "".
 
-    The returned text, unless it is "", replaces the text of the reason. The tenant's blocks are
-    compared first, so that the reason in a reply does not depend on other tenants.
+    The tenant's blocks are compared first, so that the reason in a reply does not depend on other
+    tenants.
     """
     used = (block for block in match.path if block.stop <= match.n_tokens)
     full = [block for block in used if block.n_tokens == BLOCK_TOKENS]
@@ -279,10 +275,7 @@ class RequestLog:
 
 
 class Times:
-    """A histogram of times, for each outcome of a request.
-
-    bounds_s: the inclusive upper ends of the buckets, in seconds.
-    """
+    """A histogram of times, by outcome. bounds_s: the inclusive upper ends of the buckets."""
 
     def __init__(self, name: str, description: str, bounds_s: Sequence[float]) -> None:
         self._name, self._description, self._bounds_s = name, description, bounds_s
@@ -308,11 +301,7 @@ class Times:
 
 
 class Metrics:
-    """All metrics.
-
-    store: returns `BlockStore.stats()`, None without a store. memory: returns `Memory.parts()`,
-        None without a model.
-    """
+    """All metrics. `store` returns `BlockStore.stats()`, `memory` returns `Memory.parts()`."""
 
     def __init__(
         self,
@@ -333,7 +322,6 @@ class Metrics:
         )
 
     def count(self, outcome: str, n_prefilled: int) -> None:
-        """Count a request by its outcome, and the computed tokens of its prompt."""
         with COUNTING:
             self._n_requests[outcome] += 1
             self._n_prefilled += n_prefilled

@@ -58,8 +58,7 @@ marks control tokens that are white space, such as Gemma's line breaks."""
 class _Reply:
     """A reply's ids, the text sent to its client, and the size and digest of its prompt's text.
 
-    has_ended: whether the model ended the reply by an end token.
-    is_known: whether the sent text is known.
+    has_ended: by an end token. is_known: whether the sent text is known.
     """
 
     ids: list[int]
@@ -105,10 +104,9 @@ def remember(
 
     O(reply), and a hash over the messages; O(prompt) if the prompt's `digest` is missing.
 
-    `messages` were rendered to `prompt`. The model answered with the ids `reply`. `sent` has the
-    content, reasoning and tool calls that the client got, or is None if they are not known (yet).
-    A reply without an end token is also found by the messages before it: the client may have read
-    only a part.
+    `sent` has the content, reasoning and tool calls that the client got; None if they are not known
+    yet. A reply without an end token is also found by the messages before it: the client may have
+    read only a part.
     """
     if model.text is None or not reply or not messages:
         return ()
@@ -232,8 +230,7 @@ def _n_rendered(
 
 
 def _form(ids: Sequence[int], model: LoadedModel) -> list[str]:
-    """Return the form in which a rendered reply and the model's reply are compared: texts,
-    separated by control tokens and by the marks around tool calls."""
+    """Return the form of a reply: texts, cut at control tokens and the marks around tool calls."""
     tokens, tokenizer = model.text, model.tokenizer
     assert tokens is not None
     around = (tokenizer.tool_call_start, tokenizer.tool_call_end)

@@ -1,12 +1,12 @@
 """Save the tokens of a request as blocks and checkpoints, and find the records to restore.
 
-A save does little work: hash the ids, copy the new tokens' KV, evaluate. Generation thread.
+Generation thread.
 
-A model with windows or recurrent layers can resume only at a checkpoint, which has the states and
-the last tokens of the windows. Checkpoints are at the ends of the system prompt, of the user's
-messages and of the replies. A long prompt also has temporary checkpoints until its reply ends. A
-checkpoint that takes only a few seconds to compute again is postponed: the next checkpoint may
-replace it before it is written.
+A model with windows or recurrent layers can resume only at a checkpoint. A checkpoint has the
+states, and the last tokens of the windows. Checkpoints are at the ends of the system prompt, of the
+user's messages and of the replies. A long prompt also has temporary checkpoints until its reply
+ends. A checkpoint that takes only a few seconds to compute again is postponed: the next checkpoint
+may replace it before it is written.
 """
 
 from __future__ import annotations
@@ -48,14 +48,13 @@ MAX_CHECKPOINTS = 6
 """A chain keeps its first checkpoint and this many of its newest: two per turn, for 3 turns."""
 
 N_SAFE = 2
-"""How many of the newest written checkpoints stay, because a kill loses postponed checkpoints."""
+"""How many of the newest safe checkpoints stay: a kill loses postponed checkpoints."""
 
 MAX_BRANCHES = 4
 """For this number of further forks, a chain also keeps the last checkpoint up to the fork."""
 
 MIN_TOKENS_BETWEEN = 16
-"""A prompt's checkpoints are at least this many tokens apart, except after a temporary
-checkpoint."""
+"""Least tokens between two checkpoints of a prompt, except after a temporary checkpoint."""
 
 _MAX_REPLY_BLOCKS = 64
 
@@ -67,8 +66,7 @@ Stored = Mapping[bytes, Sequence[Checkpoint]]
 class RunningSequence:
     """The tokens of a request that has entered. Generation thread.
 
-    `packed_ids` are the `n_prompt` tokens of the prompt, of which the first `n_reused` were
-    restored. `chain` has the stored blocks. The chain's leaf gets `session`, `note` and `messages`.
+    `packed_ids` are the prompt's ids; the first `n_reused` were restored. `chain`: stored blocks.
     """
 
     root: Root
@@ -87,11 +85,9 @@ class RunningSequence:
 
     @property
     def n_saved(self) -> int:
-        """How many of the first tokens are in stored blocks."""
         return self.chain[-1].stop if self.chain else 0
 
     def leaf(self, chain: Sequence[Block], replaced: Iterable[tuple[bytes, bytes]] = ()) -> Leaf:
-        """Return the leaf of the conversation whose blocks are `chain`."""
         end, with_text = chain[-1], self.root.with_text
         note = {name: text for name, text in self.note.items() if name != "words" or with_text}
         moved, is_session = tuple(replaced), not self.is_draft
@@ -100,10 +96,9 @@ class RunningSequence:
 
 @dataclass(frozen=True)
 class Needed:
-    """A record to read, of which tokens [start, stop) are needed, counted from its first token.
+    """A record to read: its tokens [start, stop), counted from the record's first token.
 
-    `forms` are the forms of its arrays. `window` is the number of tokens that a window's layers
-    see; None for a block or a state.
+    `window`: how many tokens a window's layers see; None for a block or a state.
     """
 
     record: Record
@@ -273,7 +268,6 @@ def _is_full(block: Block) -> bool:
 
 
 def window_kind(window: int) -> str:
-    """Return the `kind` of checkpoints that have a window's tokens."""
     return f"window-{window}"
 
 
@@ -347,12 +341,11 @@ class CheckpointSaver(Saver):
     def _loss_s(
         self, chain: Sequence[Block], stored: Stored, store: BlockStore, cache_type: str
     ) -> float:
-        """Return the seconds to compute a chain's end from the last checkpoint that survives a
-        kill.
+        """Return how many seconds of computing a kill would lose, up to the chain's end.
 
-        The result is infinite if the speed is unknown, and for the first checkpoint that is not
-        temporary, because other conversations share it. Earlier temporary checkpoints are used
-        only if the new checkpoint is temporary, too.
+        Infinite if the speed is unknown, and for the first checkpoint that is not temporary,
+        because other conversations share it. Earlier temporary checkpoints are used only if the new
+        checkpoint is temporary, too.
         """
         is_chunk = cache_type == PREFILL
         before = [
@@ -377,7 +370,8 @@ class CheckpointSaver(Saver):
     ) -> list[tuple[Checkpoint, Arrays]]:
         """Return the missing windows and state at the end of the chain.
 
-        With `at_once`, a stored window that is longer than needed must be in a lower tier.
+        With `at_once`, a stored window that is longer than needed must be safe
+        (`BlockStore.is_safe`).
         """
         n_tokens = chain[-1].stop
         new: list[tuple[Checkpoint, Arrays]] = []
@@ -413,12 +407,11 @@ class CheckpointSaver(Saver):
     ) -> list[Checkpoint]:
         """Return the `stored` windows and states to delete, because no kept checkpoint needs them.
 
-        The first checkpoint is kept, because other conversations share it. The newest are kept, and
-        the newest in lower tiers. For each end of another session, and up to `MAX_BRANCHES` more
-        forks, the last checkpoint at or before it is kept, and the last in lower tiers. So a kill
-        or an eviction costs another conversation at most `config.MAX_LOSS_S`. Temporary checkpoints
-        are kept only at these positions, or at the end. The checkpoints of `_replies_left` are
-        deleted, too.
+        The first checkpoint is kept, because other conversations share it. The newest are kept,
+        too. At each end of another session, and at up to `MAX_BRANCHES` more forks, the last
+        checkpoint up to this position is kept. The last safe checkpoints are also kept: then a kill
+        or an eviction costs another conversation at most `config.MAX_LOSS_S`. A temporary
+        checkpoint is kept only at an end, at a fork, or at the end of the chain.
         """
         chain = sequence.chain
         ends, forks = store.ends(chain, sequence.session), store.forks(chain)
@@ -496,10 +489,10 @@ def _stored_window(stored: Stored, block: Block, window: int, n_tokens: int) -> 
 def _replies_left(
     chain: Sequence[Block], sequence: RunningSequence, store: BlockStore
 ) -> list[Checkpoint]:
-    """Return the checkpoints of abandoned replies: they begin where this chain continued.
+    """Return the checkpoints of abandoned replies, which branch off where this chain continued.
 
-    No turn comes after an abandoned reply. Its only checkpoint is at its end. A branch with a
-    second checkpoint or a session's end is another conversation.
+    No turn follows an abandoned reply, so its only checkpoint is at its end. A branch with a second
+    checkpoint or a session's end is another conversation.
     """
     n_reused = sequence.n_reused
     # `n_reused` may be some tokens after the end of the last block that both chains share.

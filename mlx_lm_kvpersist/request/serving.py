@@ -62,9 +62,7 @@ class Stage(Enum):
     READY = "ready"
     """The request may enter the batch."""
     PREFILL = "prefill"
-    """The prompt is computed."""
     DECODE = "decode"
-    """The reply is computed."""
     PARKED = "parked"
     """The reply was taken out of the batch, and waits for memory."""
     DONE = "done"
@@ -125,7 +123,6 @@ class RequestState:
 
     @staticmethod
     def of(request: Any) -> RequestState:
-        """Return the state of a server's request; the first call creates the state."""
         state: RequestState | None = getattr(request, "kvpersist", None)
         if state is None:
             state = request.kvpersist = RequestState()
@@ -191,10 +188,9 @@ class _Source:
 class Serving:
     """Serves the requests of one loaded model.
 
-    `record` logs and stores the outcome of a request. `isolated`: whether sessions share nothing.
-    `step_s`: how long a waiting request may work between two steps of the replies. `computing`: the
-    requests in prefill, and the requests that left prefill since the last request entered.
-    `known`: weak references to all requests that were looked up.
+    `isolated`: whether sessions share nothing. `step_s`: how long a waiting request may work
+    between two steps of the replies. `computing`: the requests in prefill, and the requests that
+    left prefill since the last request entered.
     """
 
     store: BlockStore
@@ -418,8 +414,7 @@ class ServedRequest(TakenRequest):
     def advance(self) -> bool:
         """Return whether the request may enter. Called once per step; O(blocks), plus some joins.
 
-        The request waits for memory, and then for its blocks, which another request computes or the
-        store reads. Raises RequestRefused if memory is short and the policy is `refuse`.
+        Raises RequestRefused if memory is short and the policy is `refuse`.
         """
         state, memory, lookup = self._state, self._serving.memory, self._state.lookup
         if state.stage in (Stage.NEW, Stage.PARKED):
@@ -440,10 +435,7 @@ class ServedRequest(TakenRequest):
         return awaits_another(lookup, self._serving.computing, self._n_shared)
 
     def enter(self) -> Prepared:
-        """Restore the stored part of the prompt; record the outcome. O(blocks), and MLX's work.
-
-        Raises ClientGone.
-        """
+        """Restore the stored part of the prompt. O(blocks), and MLX's work. Raises ClientGone."""
         state, serving = self._state, self._serving
         lookup, state.lookup = self._common(state.lookup), None
         self._claim.lookup = lookup
@@ -496,7 +488,6 @@ class ServedRequest(TakenRequest):
         return Lookup(prompt, self._root, self._serving.store, model, n_worth=n_worth)
 
     def _draft_of(self, fed: Prompt, sequence: RunningSequence) -> Prepared | None:
-        """Restore the stored part of the prompt for the draft model, if one is loaded."""
         serving, model = self._serving, self._serving.model.draft
         if model is None:
             return None
@@ -520,7 +511,6 @@ class ServedRequest(TakenRequest):
             return None
 
     def insert(self, tokens: Sequence[int], caches: list[Any], cache_type: str) -> None:
-        """Save the tokens that the server has computed."""
         state, serving = self._state, self._serving
         has_ended = cache_type == REPLY
         if (sequence := state.sequence) is not None:
@@ -559,8 +549,8 @@ def awaits_another(
 ) -> bool:
     """Whether a prompt should wait for blocks that another request is computing.
 
-    n_shared: how many of the prompt's tokens each other request will store. The cost is
-        O(requests), and O(ids) for each request that `n_shared` does not contain yet.
+    n_shared: how many of the prompt's tokens each other request will store. O(requests), and O(ids)
+    for each request that `n_shared` does not have yet.
     """
     for other in others:
         sequence = other.sequence
