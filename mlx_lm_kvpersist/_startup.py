@@ -34,7 +34,6 @@ def install() -> None:
 
 
 def wrap_main(module: ModuleType) -> None:
-    """Make `main` load the plugins of the command line before it runs stock's code."""
     stock = module.main
 
     @functools.wraps(stock)
@@ -59,7 +58,6 @@ def prepare(names: Sequence[str]) -> None:
 
 @contextmanager
 def without_garbage() -> Iterator[None]:
-    """Turn garbage collection off inside the block: imports leave no garbage."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

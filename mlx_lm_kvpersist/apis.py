@@ -28,9 +28,7 @@ _ANTHROPIC_TYPES = {
 
 
 class Usage(NamedTuple):
-    """Token counts of a request: `n_cached` prompt tokens were reused, and `n_reasoning` of the
-    reply's `n_new` tokens are reasoning.
-    """
+    """Token counts: `n_cached` of `n_prompt` are reused; `n_reasoning` of `n_new` are reasoning."""
 
     n_prompt: int
     n_cached: int
@@ -101,7 +99,6 @@ class API(Protocol):
 
 
 def require(is_right: bool, name: str, value: Any, expected: str) -> None:
-    """Refuse a request unless the field `name` is right."""
     if not is_right:
         refuse(name, value, expected)
 
@@ -128,7 +125,6 @@ def require_text(name: str, value: Any) -> str:
 
 
 def require_object(name: str, value: Any) -> dict[str, Any]:
-    """Return an object; refuse any other value."""
     if not isinstance(value, dict):
         refuse(name, value, "an object")
     return value
@@ -147,7 +143,6 @@ def without_null(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def joined(content: Any, more: Any, between: str = "\n\n") -> Any:
-    """Join the contents of two messages, by default with an empty line between them."""
     if not content or not more:
         return content or more or ""
     if isinstance(content, list) or isinstance(more, list):
@@ -156,7 +151,6 @@ def joined(content: Any, more: Any, between: str = "\n\n") -> Any:
 
 
 def parts_of(content: Any) -> list[Any]:
-    """Return content as a list of parts."""
     return content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
 
 

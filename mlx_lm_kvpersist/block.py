@@ -21,9 +21,8 @@ KEY_BYTES = 16
 class Root:
     """The model, precision and tenant of a tree of blocks. Two trees share no block.
 
-    `fingerprint` identifies the model, `layout` the form of its KV (`ModelCacheSpec.layout`),
-    `namespace` the tenant, and `session` (with isolation) a single session. `with_text`: whether
-    the blocks' text is stored. `model` is a name for people.
+    `layout` is the form of the KV (`ModelCacheSpec.layout`). `session` is empty without isolation.
+    `with_text`: whether the blocks' text is stored. `model` is a name for people.
     """
 
     fingerprint: str
@@ -34,7 +33,6 @@ class Root:
     model: str = field(default="", compare=False)
 
     def shares_tenant(self, root: Root) -> bool:
-        """Whether two roots have the same tenant and session."""
         return (self.namespace, self.session) == (root.namespace, root.session)
 
     @cached_property
@@ -85,7 +83,6 @@ def unpack_ids(packed: bytes) -> list[int]:
 
 
 def n_packed(packed: bytes) -> int:
-    """Return how many token ids `pack_ids` packed."""
     return len(packed) // 4 if packed[3::4].isascii() else len(unpack_ids(packed))
 
 
@@ -95,16 +92,14 @@ BLOCK_TOKENS = 256
 
 @dataclass(frozen=True)
 class Block:
-    """A block of up to 256 tokens.
+    """A block of up to BLOCK_TOKENS tokens; `start` tokens are before it.
 
-    `parent` is the key of the block before it, or of the root. `start` is the number of tokens
-    before it, `packed_ids` its token ids (see `pack_ids`), `text` the characters that become
-    complete in it, and `pending` the bytes of an incomplete character at its end. Comparisons
-    ignore the text, because the ids up to the block's end determine it.
+    `parent` is the key of the block before it, or of the root. `text` has the characters that
+    become complete in it; `pending` has the bytes of an incomplete character at its end.
+    Comparisons ignore the text, because the ids up to the block's end determine it.
     """
 
     folder: ClassVar[str] = "blocks"
-    """The name of the folder of block files."""
     key: bytes
     parent: bytes
     start: int = 0
@@ -139,14 +134,13 @@ class Block:
 class Checkpoint:
     """The content of windows or recurrent layers at the end of the block with the key `block`.
 
-    It has a separate file, which may be evicted before the block's file. `kind` names the content.
-    A "state" is the state of recurrent layers, with the newest tokens of quantized layers;
+    It has a separate file, which may be evicted before the block's file. A checkpoint of the `kind`
+    "state" has the state of recurrent layers, and the newest tokens of quantized layers.
     "window-512" is the KV of layers that see 512 tokens. `n_tokens` is how many tokens at the
     block's end the checkpoint covers, 0 for a state.
     """
 
     folder: ClassVar[str] = "checkpoints"
-    """The name of the folder of checkpoint files."""
     key: bytes
     block: bytes
     kind: str
@@ -162,7 +156,6 @@ class Checkpoint:
 
     @cached_property
     def is_genuine(self) -> bool:
-        """Whether the key is the hash of the content."""
         return Checkpoint.at(self.block, self.kind, self.n_tokens) == self
 
     def __str__(self) -> str:

@@ -78,7 +78,6 @@ class Config:
 
 
 def _option(meaning: str, parse: Any = None, **argument: Any) -> dict[str, Any]:
-    """Return argparse's arguments for an option."""
     metavars: dict[Any, str] = {parse_folder: "FOLDER", parse_size: "SIZE", parse_file: "FILE"}
     typed = {"type": parse, "metavar": metavars.get(parse)} if parse else {}
     return {"help": meaning, **typed, **argument}
@@ -307,7 +306,6 @@ def _shared(args: Namespace) -> tuple[Objects, Encryption, int | None] | None:
 
 
 def encryption_of(args: Namespace) -> Encryption:
-    """Return the encryption of the folder that the options name; PLAIN without a key file."""
     if (key := args.kvpersist_encrypt) is None:
         return PLAIN
     sqlcipher()  # a missing package is noticed before a folder is made
@@ -360,7 +358,6 @@ def default_folder() -> Path:
 
 
 def device_memory_bytes() -> int:
-    """Return the memory of MLX's device, or the machine's if the device reports none."""
     import mlx.core as mx
 
     info = mx.device_info()

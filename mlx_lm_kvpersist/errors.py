@@ -141,8 +141,7 @@ class Failures:
     def add(self, message: str, *args: object, kind: str = "", **how: Any) -> None:
         """Count a failure and log it, at DEBUG if its kind was logged within the last hour.
 
-        `how` may have a `level` (WARNING by default), and other arguments of `Logger.log`. The line
-        also says how many failures of this kind were not logged.
+        `how` may have a `level` (WARNING by default), and other arguments of `Logger.log`.
         """
         kind, level = kind or message.replace("%s", "…"), how.pop("level", logging.WARNING)
         with COUNTING:

@@ -1,7 +1,6 @@
 """Match a prompt with the tree of stored blocks, and replace its first ids by stored ids.
 
-The stored ids are found by the text that they decode to, or by the ids themselves. `TokenText` has
-the bytes of token ids, so that text can be cut at token ends. This module does not handle KV.
+The stored ids are found by the text that they decode to, or by the ids themselves.
 """
 
 from __future__ import annotations
@@ -43,8 +42,6 @@ class _Pieces(dict[int, bytes]):
 
 
 class _Decoder(codecs.BufferedIncrementalDecoder):
-    """Decodes UTF-8 that comes in parts."""
-
     def _buffer_decode(self, data: Any, errors: str, final: bool) -> tuple[str, int]:
         text, n_used = codecs.utf_8_decode(data, errors, final)
         if data[n_used : n_used + 1] == b"\xed" and data[n_used + 1 : n_used + 2] >= b"\xa0":
@@ -57,15 +54,14 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenText:
-    """The bytes of every token of a vocabulary, by token id; some ids may be unused.
+    """The bytes of every token of a vocabulary, by token id.
 
-    Decoding is UTF-8 with replacement characters, the way a client sees a reply. The bytes of an
-    incomplete character at the end of a sequence are called `pending`. Ids without known bytes
-    decode to a replacement character: ask `covers` before comparing texts.
+    Text is decoded as a client sees it: UTF-8 with replacement characters. The bytes of an
+    incomplete character at the end of a sequence are called `pending`. A token without known bytes
+    decodes to a replacement character, so ask `covers` before comparing texts.
 
-    `image_ids` defines the text of an image. Ordinary tokens can spell this text or a control
-    token's text, so two texts are the same prompt only if their `controls` are equal, too. Encoding
-    a control token's text always gives the control token.
+    Ordinary tokens can spell the text of a control token or of an image. So two texts are the same
+    prompt only if their `controls` are equal, too.
     """
 
     def __init__(self, pieces: Mapping[int, bytes], controls: Iterable[int] = ()) -> None:
@@ -120,7 +116,6 @@ class TokenText:
         return list(accumulate(len(self._pieces[i]) for i in ids))
 
     def to_bytes(self, ids: Iterable[int]) -> bytes:
-        """Return the bytes of a sequence, with an invalid byte for a token without known bytes."""
         return b"".join(map(self._pieces.__getitem__, ids))
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -128,7 +123,6 @@ class TokenText:
         return self.to_bytes(ids).decode("utf-8", "replace")
 
     def known_text(self, ids: Sequence[int]) -> str | None:
-        """Return `decode` of the ids, or None unless the bytes of all tokens are known."""
         return self.to_bytes(ids).decode("utf-8", "replace") if self.covers(ids) else None
 
     def known_beginning(self, ids: Iterable[int], pending: bytes = b"") -> str:
@@ -231,10 +225,10 @@ def beginnings(block: Block, source: BlockSource) -> list[Block]:
 class Match:
     """The stored blocks that match the beginning of a prompt.
 
-    The first `n_tokens` tokens of `path` are used: the prompt's first `n_chars` characters, less
-    the text of an image that is stored in part. `at_end`: nothing is stored after these tokens on
-    this branch. In a match by text, the nearest stored text agrees with the prompt for `n_agreed`
-    characters, perhaps a few more than `n_chars`, and continues with `stored_next`.
+    The first `n_tokens` tokens of `path` are the prompt's first `n_chars` characters, less the text
+    of an image that is stored in part. `at_end`: nothing is stored after these tokens on this
+    branch. In a match by text, the nearest stored text begins with the prompt's first `n_agreed`
+    characters, perhaps a few more than `n_chars`. Then it continues with `stored_next`.
     """
 
     path: tuple[Block, ...]
@@ -346,8 +340,7 @@ def _steps(
 ) -> list[_Step]:
     """Return all blocks that were compared with the prompt, the longest agreement first.
 
-    An index may be damaged: a block is skipped unless its start is right, and its key is the hash
-    of its ids.
+    A block with a wrong start or key is skipped, because an index may be damaged.
     """
     steps: list[_Step] = []
     own: list[tuple[int, int]] | None = None
@@ -470,10 +463,9 @@ def splice(
 ) -> Splice | None:
     """Return the prompt with the matched ids in front; None if text or control tokens would change.
 
-    `text` is the decoded `prompt`. In the middle of a stored branch, the cut moves back to the end
-    of a token that the prompt also has, and the prompt's own ids come next. At the end of a stored
-    branch, if no token of the prompt begins there, the rest of the text is encoded again. Blocks
-    with the same ids as the prompt are not decoded.
+    `text` is the decoded `prompt`. If the match ends inside a stored branch, it is cut back to the
+    end of a token that the prompt also has. At the end of a stored branch, if no token of the
+    prompt begins there, the rest of the text is encoded again.
     """
     n_same = n_chars = n_nodes = 0
     for node in match.path:

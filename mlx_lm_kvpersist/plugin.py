@@ -55,7 +55,6 @@ class KVPersistPlugin:
         """Requests of the loaded model, if its conversations are stored."""
         self._refused: set[str] = set()
         self._address = ""
-        """The URL at which the server listens."""
         self._log = RequestLog()
         self._metrics = Metrics(self._store_counts, self._memory_parts)
 
@@ -333,7 +332,6 @@ class KVPersistPlugin:
         return {**self._shown(all_files=True), **speed.describe()}
 
     def _shown(self, *, all_files: bool = False) -> dict[str, Any]:
-        """Return the loaded model's name, its precision, and counts of store and memory."""
         model = serving.model if (serving := self._serving) else None
         name, precision = (model.name, model.precision) if model else (None, None)
         counts = {"store": self._store_counts(all_files=all_files), "memory": self._memory_parts()}

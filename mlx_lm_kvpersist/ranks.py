@@ -50,8 +50,7 @@ _LOOK_S = 1.0
 class Ranks:
     """The processes of one model; `size` is 1 if this process is alone.
 
-    All ranks call all methods in the same order, with the same `what`. If a rank
-    does not, all ranks end: the results would be wrong.
+    All ranks call all methods in the same order, with the same `what`. Otherwise all ranks end.
     """
 
     def __init__(self, size: int, rank: int) -> None:
@@ -78,11 +77,9 @@ class Ranks:
         return self.first_and_all(lambda: None, value, what)[1]
 
     def least(self, value: int, what: str) -> int:
-        """Return the least value of all ranks."""
         return min(self.all_of(value, what))
 
     def agree(self, is_so: bool, what: str) -> bool:
-        """Whether the value is true on all ranks."""
         return bool(self.least(is_so, what))
 
     def first(self, decide: Callable[[], Decision], what: str) -> Decision:
@@ -116,14 +113,10 @@ class Ranks:
         return self.first(lambda: value, what)
 
     def same(self, value: object, what: str) -> bool:
-        """Whether all ranks have an equal value."""
         return self.agree(self.told(value, what) == value, what)
 
     def note(self, value: int) -> None:
-        """Let the next message compare `value` and earlier notes; all ranks end if they differ.
-
-        This sends no message.
-        """
+        """Compare `value` on all ranks with the next message; all ranks end if it differs."""
         self._noted = crc32(str(value).encode(), self._noted)
 
     def _exchange(self, value: int, payload: bytes, what: str) -> list[tuple[int, int, bytes]]:
@@ -197,7 +190,6 @@ class Ranks:
             end(f"rank {self.rank} ends: another rank has ended")
 
     def wait_for(self, seconds: float) -> None:
-        """Set the seconds that this rank waits for a message from now on."""
         self.progressed()
         self.patience_s = seconds
 
@@ -214,7 +206,6 @@ class Ranks:
 
 
 ALONE = Ranks(1, 0)
-"""This process alone."""
 _current: Ranks | None = None
 
 

@@ -148,8 +148,6 @@ class _Sequence:
 
 
 class _Batch:
-    """The batch generator of the server, and the sequences in it by their number."""
-
     def __init__(self, model: Any) -> None:
         stream = mx.default_stream(mx.default_device())
         self.generator = plugin_batch_generator(BatchGenerator)(model, stream=stream)
@@ -182,7 +180,6 @@ class _Batch:
 
 
 def _run(loaded: LoadedModel, store: BlockStore) -> list[_Sequence]:
-    """Batch, join, remove, cancel, store and restore four sequences."""
     batch = _Batch(loaded.model)
     cancelled, long, short, late = (_Sequence(name, list(ids)) for name, ids in _PROMPTS.items())
     batch.add(long, 14)

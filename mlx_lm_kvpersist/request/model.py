@@ -53,7 +53,7 @@ _SUPPOSED_TOKEN_S = 1e-3
 class Speed:
     """The speed of computing and restoring a model's prompts on this device.
 
-    The generation thread measures; any thread may read. Steps of other replies are not measured, so
+    The generation thread measures; any thread may read. The steps of replies are not measured, so
     they do not change whether a prompt is restored. Until a speed is known, restoring counts as
     faster than computing, which is true on most devices.
 
