@@ -431,9 +431,9 @@ Find = Callable[[Literal[">", "<="], "str | bytes"], list[Block]]
 def nearest(ahead: str | bytes, find: Find) -> list[Block]:
     """Return the blocks whose text (or packed ids, for bytes) has most in common with `ahead`.
 
-    In sorted order, these blocks are next to `ahead`; only a block that is a prefix of `ahead` can
-    be further away. The last block before `ahead` then shares that prefix, so the search repeats
-    with the prefix.
+    In sorted order, these blocks are next to `ahead`. Only a block that is a prefix of `ahead` can
+    be further away. So the search repeats with the prefix that the last block before `ahead`
+    shares.
     """
     nodes = find(">", ahead)
     key = ahead

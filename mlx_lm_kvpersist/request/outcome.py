@@ -90,9 +90,9 @@ class Reason(Enum):
 class Divergence:
     """Where a prompt diverges from the nearest stored branch.
 
-    `char` is the position in the rendered prompt. `message` is the index of the message at this
-    position, `role` its role, `message_char` the position in its content; None between messages.
-    `stored` and `asked` are the next characters of the stored text and of the prompt.
+    `char` is the position in the rendered prompt. `message_char` is the position in the content of
+    the message with the index `message`; None between messages. `stored` and `asked` are the next
+    characters of the stored text and of the prompt.
     """
 
     char: int

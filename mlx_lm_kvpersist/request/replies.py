@@ -279,8 +279,8 @@ def _streamed(reply: _Reply, tokenizer: Any) -> _Reply:
 def _replies_among(messages: Sequence[Message]) -> Iterator[tuple[Message, bytes, bytes]]:
     """Yield each assistant message with two keys.
 
-    The first key hashes all messages up to and including this message; the second only those
-    before it. Reasoning, and whether content is a string or a list, do not change the keys.
+    The first key hashes the messages up to this message, the second key only the messages before
+    it. Reasoning, and whether content is a string or a list, do not change the keys.
     """
     digest = blake2b(digest_size=REPLY_DIGEST_BYTES, person=b"kvpersist-talk-3")
     for message in messages:
