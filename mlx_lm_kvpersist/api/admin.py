@@ -38,7 +38,7 @@ _INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 class Parts(NamedTuple):
-    """Content that is sent in parts, `n_bytes` in total, so that it need not fit into memory."""
+    """Content that is sent in parts, because it may not fit into memory."""
 
     n_bytes: int
     chunks: Iterable[bytes]
@@ -53,7 +53,7 @@ class Answer(NamedTuple):
 
 
 def answering(answer: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """Return a route's function, which sends the result of `answer`, or its RequestRefused.
+    """Return a route's function: it sends the result of `answer`, or its RequestRefused.
 
     answer: takes the HTTP handler; returns an Answer or its content, or None if it has replied.
     """
@@ -85,11 +85,10 @@ def send(handler: Any, answer: Answer) -> None:
 
 
 def operator_route(answer: Callable[[Any], Any], key: str | None) -> Callable[[Any], None]:
-    """Return a route's function, like `answering`, but only for requests of operators.
+    """Like `answering`, but only for the operator's requests.
 
-    With a `key`, every request must have the key and may come from anywhere. Without a key, only
-    programs on the server's own machine may send requests. A browser on that machine also shows
-    pages of other sites; their POST requests are refused.
+    With a `key`, a request must have the key. Without a key, the request must come from this
+    machine, and a POST request must not come from a page of another site.
     """
 
     def checked(handler: Any) -> Any:
@@ -118,8 +117,8 @@ def operator_change(
 def check_operator(handler: Any, key: str | None) -> None:
     """Refuse a request that is not the operator's; see `operator_route`.
 
-    This machine's address proves nothing: a proxy here may have forwarded the request, or a
-    browser shows a hostile page whose name resolves to this machine. The headers reveal both.
+    This machine's address proves nothing. The request may come through a proxy here, or from a
+    hostile page whose name resolves to this machine. The headers reveal both.
     """
     address, headers = handler.client_address[0], handler.headers
     if key is not None:
@@ -180,7 +179,7 @@ def is_loopback(host: str) -> bool:
 
 
 def page_view(key: str | None) -> Callable[[Any], None]:
-    """Return the page's function. With a key, everybody gets the page, which asks for the key."""
+    """With a key, everybody gets the page: it asks for the key."""
     page = _PAGE.read_bytes()
     hashes = {tag.decode(): sha256(content).digest() for tag, content in _INLINE.findall(page)}
     inline = [f"{tag}-src 'sha256-{b64encode(digest).decode()}'" for tag, digest in hashes.items()]
@@ -217,10 +216,7 @@ def root_view(key: str | None) -> Callable[[Any], None]:
 
 
 def sessions_view(describe: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Return a function that lists the sessions.
-
-    describe: takes the query's `find` and `skip`, and `by_size`: whether large sessions come first.
-    """
+    """Return a function that lists the sessions; `by_size` puts large sessions first."""
 
     def answer(handler: Any) -> Any:
         query = dict(parse_qsl(handler.path.partition("?")[2]))
@@ -239,10 +235,10 @@ def session_changes(
     *,
     with_text: bool,
 ) -> dict[str, Callable[[dict[str, Any]], Any]]:
-    """Return functions by path: each selects, changes or exports the sessions that a body names.
+    """Return functions by path; each takes a body that names sessions.
 
-    sessions: returns the store's `StoredSessions`. forget: see `AgentsAPI`. with_text: whether the
-    first words of conversations are searched, too.
+    sessions: returns the store's `StoredSessions`. forget: see `AgentsAPI`. with_text: also search
+    the first words of conversations.
     """
 
     def select(body: dict[str, Any]) -> Any:

@@ -63,13 +63,13 @@ class Agent:
 
     @property
     def session(self) -> str:
-        """The name of the agent's session; no client uses such a name by accident."""
+        """No client uses such a name by accident."""
         return f"agent:{self.id}"
 
 
 @dataclass(frozen=True)
 class Service:
-    """The sessions, the keys and the refusal that agents and warming use.
+    """The functions and keys that agents and warming use.
 
     sessions: returns the store's `StoredSessions`, or raises RequestRefused. key: the operator's.
     by_key: whether each API key has a separate namespace. refusal: returns why the loaded model's
@@ -301,8 +301,8 @@ def warm_view(service: Service) -> Callable[[Any], None]:
 def warm(service: Service, handler: Any, name: str, content: Any) -> Any:
     """Compute a prompt, and pin the session that holds it.
 
-    content: messages, or the body of a request to one of the APIs. Raises RequestRefused if the
-        content has another form, or if the prompt is not stored.
+    `content` is messages, or an API's request body. Raises RequestRefused for other content, or if
+    the prompt is not stored.
     """
     chat_body = chat_body_of(content, handler.headers)
     name = _NOT_SENT.sub("-", name)
@@ -323,10 +323,7 @@ def warm(service: Service, handler: Any, name: str, content: Any) -> Any:
 def warm_at_start(
     service: Service, files: Sequence[Path], serve: Callable[[Callable[[Any], None]], None]
 ) -> None:
-    """Warm the files, one after another, in a separate thread; the log has the results.
-
-    serve: see the hook `started`.
-    """
+    """Warm the files in a separate thread. The hook `started` describes `serve`."""
 
     def warm_file(file: Path, handler: Any) -> None:
         done = warm(service, handler, session_name(file), read_prompt(file))
@@ -343,7 +340,7 @@ def warm_at_start(
 
 
 def chat_body_of(content: Any, headers: Headers) -> Body:
-    """Convert messages, or the body of a request to any API, to the body of a chat completion.
+    """Convert messages, or any API's request body, to a chat completion's body.
 
     Raises RequestRefused for anything else.
     """
@@ -364,7 +361,7 @@ def chat_body_of(content: Any, headers: Headers) -> Body:
 
 
 def read_prompt(file: Path) -> Any:
-    """Return the JSON in a file. Raises ConfigError if the file cannot be read as JSON."""
+    """Raises ConfigError if the file cannot be read as JSON."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

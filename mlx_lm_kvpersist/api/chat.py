@@ -40,10 +40,11 @@ def function(place: str, name: str, tool: Mapping[str, Any], parameters: str) ->
 
 
 def append(messages: list[tuple[str, Message]], place: str, message: Message) -> None:
-    """Append a message, with its place in the body, or join it to the last if that has its role.
+    """Append a message, or join it to the last message if both have the same role.
 
     Anthropic's API reads consecutive messages of a role as one. Text after tool calls stays a
-    separate message. So does an image: only images in the newest message can be refused.
+    separate message. A message with an image stays separate, too: only images in the newest
+    message can be refused.
     """
     last = messages[-1][1] if messages else {}
     is_more = message["role"] in ("user", "assistant") and last.get("role") == message["role"]
@@ -79,7 +80,7 @@ def unread_part(kind: Any, media_type: Any = None, filename: Any = None) -> Part
 def readable(value: Any, depth: int = 0) -> str:
     """Return the text in a block of an unknown kind, "" if it has no text.
 
-    Clients also send back blocks from other servers, which must not end the conversation.
+    Clients also send back blocks from other servers. They must not end the conversation.
     """
     if isinstance(value, str):
         return value
@@ -102,7 +103,6 @@ class ReplyParts(ABC):
         self.items: list[dict[str, Any]] = []
         """All parts so far, tool calls too, in the API's form. An open part is the last item."""
         self._kind: Kind | None = None
-        """The kind of the open part."""
         self._pieces: list[str] = []
         """The text of the open part."""
         self._held: tuple[Kind, str] = ("text", "")
@@ -123,7 +123,7 @@ class ReplyParts(ABC):
 
     @abstractmethod
     def end_part(self, kind: Kind, text: str) -> Iterator[Event]:
-        """Yield the events that end the open part, with its whole text."""
+        """Yield the events that end the open part. `text` is its whole text."""
 
     @abstractmethod
     def add_call(self, call_id: str, name: str, arguments: str) -> Iterator[Event]:
@@ -139,7 +139,6 @@ class ReplyParts(ABC):
         return events
 
     def close(self) -> Iterator[Event]:
-        """Yield the events that end the open part, if there is one."""
         if self._kind is not None:
             yield from self.end_part(self._kind, "".join(self._pieces))
             self._kind = None

@@ -40,10 +40,9 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 class MessagesAPI:
-    """Parses requests to Messages, and makes error replies to them.
+    """A tool with `defer_loading` is not in the list of tools.
 
-    A tool with `defer_loading` is not in the list of tools. Its definition is rendered in the tool
-    result that refers to it.
+    Its definition is rendered in the tool result that refers to it.
     """
 
     refuses_in_stream = False
@@ -114,7 +113,6 @@ def _messages(body: Mapping[str, Any], tools: Mapping[str, Any]) -> list[tuple[s
 
 
 def _blocks(name: str, content: Any) -> Iterable[tuple[str, dict[str, Any]]]:
-    """Return content as blocks with their places; a string becomes one text block."""
     if isinstance(content, str):
         return [(f"{name}[0]", {"type": "text", "text": content})]
     content = [] if content is None else content
@@ -123,7 +121,6 @@ def _blocks(name: str, content: Any) -> Iterable[tuple[str, dict[str, Any]]]:
 
 
 def _texts(name: str, content: Any) -> str | list[dict[str, Any]]:
-    """Return a string, or a list of text parts; refuse other content."""
     if isinstance(content, str):
         return content
     texts = []
@@ -134,7 +131,7 @@ def _texts(name: str, content: Any) -> str | list[dict[str, Any]]:
 
 
 def _assistant(name: str, content: Any) -> Message:
-    """Return the message as a chat client would send it back; an unknown block becomes its text."""
+    """Return the message as a chat client would send it back."""
     message: Message = {"role": "assistant", "content": ""}
     for place, block in _blocks(name, content):
         kind = block.get("type")
@@ -174,7 +171,6 @@ def _user(name: str, content: Any, tools: Mapping[str, Any]) -> Iterator[Message
 
 
 def _result(name: str, content: Any, tools: Mapping[str, Any]) -> list[Part]:
-    """Return the parts of a tool's result; a reference to a tool becomes the tool's definition."""
     read: list[Part] = []
     for place, block in _blocks(name, content):
         if block.get("type") == "tool_reference":
@@ -188,7 +184,6 @@ def _result(name: str, content: Any, tools: Mapping[str, Any]) -> list[Part]:
 
 
 def _parts(name: str, block: Mapping[str, Any]) -> list[Part]:
-    """Return a block of a user's message, or of a tool's result, as parts of a chat message."""
     kind, source = block.get("type"), block.get("source")
     if kind == "text":
         return [chat.text_part(f"{name}.text", block.get("text") or "")]
@@ -210,7 +205,6 @@ def _image(source: Mapping[str, Any]) -> Part:
 
 
 def _document(name: str, block: Mapping[str, Any], source: Mapping[str, Any]) -> list[Part]:
-    """Return a document's title, context and content. Only documents of text are read."""
     blocks = [
         chat.text_part(f"{name}.{head}", require_text(f"{name}.{head}", block[head]) + "\n")
         for head in ("title", "context")
@@ -280,10 +274,7 @@ class MessagesReply(ReplyParts):
         return self._message
 
     def _usage(self, n_prompt: int, n_cached: int, n_new: int) -> dict[str, int]:
-        """Return the counts; the three counts of prompt tokens add up to `n_prompt`.
-
-        `input_tokens` counts computed tokens without `cache_control`, or if nothing may be stored.
-        """
+        """The three counts of prompt tokens add up to `n_prompt`."""
         n_computed = n_prompt - n_cached
         return {
             "input_tokens": 0 if self._marks_cache else n_computed,
@@ -326,7 +317,7 @@ class MessagesReply(ReplyParts):
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Return a tool call's arguments as an object, as the API wants them."""
+    """The API wants an object, but a model may write other JSON."""
     arguments = json.loads(text)
     if isinstance(arguments, str):
         with suppress(ValueError):

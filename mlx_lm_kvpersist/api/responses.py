@@ -24,7 +24,7 @@ from .session_keys import is_kept
 RESPONSES_PATH = "/v1/responses"
 
 _USUAL_TOKENS = 32_768
-"""The limit for requests without one, such as agents'. Stock's 512 tokens would cut off a file."""
+"""The limit for requests that set none. Stock's 512 tokens would cut off a file."""
 _PASSED_ON = ("model", "temperature", "top_p", "prompt_cache_key", "metadata")
 _STATEFUL = ("previous_response_id", "conversation", "background", "prompt")
 _ROLES = ("user", "assistant", "system", "developer")
@@ -51,8 +51,6 @@ _ECHOED: dict[str, Any] = {
 
 
 class ResponsesAPI:
-    """Parses requests to Responses, and makes error replies to them."""
-
     refuses_in_stream = True  # Codex compacts only if `response.failed` has the error's code
 
     def parse(self, body: dict[str, Any], headers: Headers) -> Request:
@@ -83,10 +81,7 @@ class ResponsesAPI:
 def _tools(
     place: str, tools: Any, namespace: str, names: dict[str, tuple[str, str]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield functions in a chat completion's form; a tool's namespace becomes a prefix of its name.
-
-    names: filled here; maps the name that the model reads to the client's namespace and name.
-    """
+    """Yield functions in a chat completion's form, and fill `names` (see `ResponsesReply`)."""
     for name, tool in placed_objects(place, tools) if tools is not None else ():
         if tool.get("type") == "namespace" and not namespace:
             inner = require_text(f"{name}.name", tool.get("name"))
@@ -107,7 +102,7 @@ def _full_name(namespace: str, name: str) -> str:
 
 
 def _messages(body: Mapping[str, Any]) -> list[tuple[str, Message]]:
-    """Return the messages of a chat completion, with the place of each in the body.
+    """Return messages with their places in the body.
 
     An assistant's turn is several items in this API (reasoning, text, calls), but one message.
     """
@@ -177,7 +172,7 @@ def _decoded(encoded: str) -> str | None:
 
 
 def _text(place: str, content: Any) -> str:
-    """Return the assistant's text; non-text parts from other servers are ignored."""
+    """Return the assistant's text. A part from another server becomes its visible text."""
     contents = content if isinstance(content, list) else [content]
     texts = (chat.readable(block) if isinstance(block, dict) else block for block in contents)
     return "".join(require_text(place, text) for text in texts if text is not None)
@@ -213,9 +208,9 @@ def _add_to_turn(message: Message, place: str, item: Mapping[str, Any]) -> None:
 
 
 def _reasoning(place: str, item: Mapping[str, Any]) -> str:
-    """Return an item's reasoning; its summary is ignored.
+    """Return an item's reasoning, without its summary.
 
-    Clients that do not keep the content send back `encrypted_content`, which is the text in base64.
+    Some clients send back only `encrypted_content`, which is the text in base64.
     """
     content = item.get("content")
     if content:

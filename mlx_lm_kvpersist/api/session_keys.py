@@ -164,12 +164,12 @@ def short_name(name: str) -> str:
 
 
 def normalise(messages: Messages, tools: Any) -> None:
-    """Normalise messages and tools, in place. Tools that are not a list stay unchanged.
+    """Normalise messages and tools, in place.
 
-    Claude Code's billing line, the first block or line of the first system message, is removed. The
-    same words in any other place are the user's text and stay. Content that is a single text part
-    becomes a string: clients use either form. Reasoning gets both field names: stock sends one
-    name, most templates read the other.
+    Claude Code's billing line is removed from the beginning of the first system message. The same
+    words elsewhere are the user's text. Content that is a single text part becomes a string:
+    clients use either form. Reasoning gets both field names: stock sends one, most templates read
+    the other.
     """
     match messages[:1]:
         case [{"role": "system", "content": str(text)}] if text.startswith(BILLING_PREFIX):
