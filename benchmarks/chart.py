@@ -22,13 +22,13 @@ _LINES = (
 
 
 def points(results: DeviceResults, what: str, side: str) -> list[tuple[int, float]]:
-    """Return the points of a line in the chart: tokens of the prompt, and seconds."""
+    """Return a line of the chart: the prompt's tokens, and seconds."""
     medians = ((n, results.median(ttft.QUESTION, f"{what}, {tokens(n)}", side)) for n in CONTEXTS)
     return [(n, seconds) for n, seconds in medians if seconds is not None]
 
 
 def draw(results: Sequence[DeviceResults], path: Path | None = None) -> None:
-    """Write the chart as SVG, a panel for each device; print a line if matplotlib is missing."""
+    """Write the chart as SVG, with a panel for each device."""
     try:
         import matplotlib
 

@@ -23,7 +23,7 @@ class WrongMeasurement(SystemExit):
 
 @dataclass(frozen=True)
 class Expected:
-    """How a measured request must be served: tokens reused, and the plugin's outcome and tier."""
+    """How a measured request must be served."""
 
     name: str
     kinds: Collection[str]
@@ -43,10 +43,7 @@ def reused(n_tokens: int) -> Expected:
 
 
 def repeated(n_prompt: int) -> Expected:
-    """A prompt that was answered before.
-
-    Its last block is computed again if a reply has filled that block.
-    """
+    """A prompt that was answered before. Its last block may be computed again."""
     kinds = ("EXACT", "EXTEND", "DIVERGE")
     return Expected("reused up to its last block", kinds, least=n_prompt - 1 - BLOCK_TOKENS)
 
@@ -87,10 +84,9 @@ def check_outcome(
 
 
 def check_kept(side: str, spec: Mapping[str, Any], bits: str) -> None:
-    """Raise WrongMeasurement unless a server stores its model's caches in precision `bits`.
+    """Raise WrongMeasurement unless every layer that grows has the precision `bits`.
 
-    spec: the server's answer to /v1/kvpersist/spec. bits: a value of --kvpersist-kv-bits;
-    every layer that grows with the prompt must have this precision.
+    spec: the server's answer to /v1/kvpersist/spec. bits: a value of --kvpersist-kv-bits.
     """
     if not spec["kept"]:
         raise WrongMeasurement(f"the run ends: {side} refuses the model: {spec['why_not']}")

@@ -1,9 +1,8 @@
 """Tokens per second, and bytes of live caches, while conversations are decoded together.
 
-Every side has computed the prompts already. The rate is measured while all streams run: from the
-latest first token to the earliest end of a stream. The plugin reports the bytes of its live caches.
-Stock's bytes are computed: the number of tokens times the bytes of a token in the model's own
-precision.
+Every side has computed the prompts already. The rate is measured while all streams run. The plugin
+reports the bytes of its live caches. Stock's bytes are computed: tokens, times the bytes of a token
+in the model's own precision.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _WARM_UP_TOKENS = 4
 def measure(
     run: Run, batches: Mapping[int, Sequence[int]], n_repeats: int, max_tokens: int
 ) -> None:
-    """Measure decoding; `batches` maps a length of prompts to numbers of conversations."""
+    """`batches` maps a length of prompts to numbers of conversations."""
     sides = run.sides()
     with run.fleet(sides) as fleet:
         for context, sizes in batches.items():
@@ -62,7 +61,6 @@ def measure(
 
 
 def _prompts(run: Run, context: int, n: int) -> list[list[Message]]:
-    """Return prompts that share a system prompt, which is computed once."""
     n_tokens = context - _N_SHORTER
     n_shared = max(_OWN_TOKENS // 4, n_tokens - _OWN_TOKENS)
     system: Message = {
@@ -75,7 +73,7 @@ def _prompts(run: Run, context: int, n: int) -> list[list[Message]]:
 def _decode(
     server: BenchmarkServer, prompts: Sequence[list[Message]], context: int, max_tokens: int
 ) -> list[tuple[float, Reply]]:
-    """Send prompts at the same time; return the time at which each was sent, and its reply."""
+    """Send prompts at the same time; return when each was sent (seconds), and its reply."""
     hot = repeated(context - _N_SHORTER)
 
     def stream(prompt: list[Message]) -> tuple[float, Reply]:
@@ -87,7 +85,7 @@ def _decode(
 
 
 def _rate(streams: Sequence[tuple[float, Reply]]) -> float:
-    """Return the tokens per second while all streams run.
+    """Return tokens per second while all streams run.
 
     Raises WrongMeasurement if a stream ended before the last stream began.
     """
@@ -126,7 +124,7 @@ def _most_live_bytes(server: BenchmarkServer, streams: Future[Any]) -> int:
 
 
 def full_bytes_per_token(spec: Mapping[str, Any]) -> float:
-    """Return the KV bytes of a token in the model's own precision, for layers that keep all tokens.
+    """Return a token's KV bytes in the model's own precision, for layers that keep all tokens.
 
     spec: the server's answer to /v1/kvpersist/spec.
     """

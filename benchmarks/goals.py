@@ -32,24 +32,22 @@ class Goal:
     at_least: bool = False
 
     def bound(self, kind: str) -> float | None:
-        """Return the bound on the device kind "cpu" or "gpu"."""
         return self.gpu if kind == "gpu" else self.cpu
 
     def shown_bound(self, kind: str) -> str:
-        """Return the bound as the page shows it; "" if this kind of device has no goal."""
         bound = self.bound(kind)
         sign = "at least" if self.at_least else "at most"
         return "" if bound is None else f"{sign} {bound:g}"
 
     def ratio(self, results: DeviceResults) -> float | None:
-        """Return the measured ratio, or None without samples."""
+        """Return None without samples."""
         return ratio(
             results.values(self.question, self.what, self.side),
             results.values(self.question, self.base or self.what, self.base_side),
         )
 
     def verdict(self, results: DeviceResults) -> str:
-        """Return REACHED, MISSED or NOT_MEASURED; "" if these results have no such goal."""
+        """Return "" if these results have no such goal."""
         bound, found = self.bound(results.kind), self.ratio(results)
         if bound is None or not results.is_preset:
             return ""

@@ -27,8 +27,6 @@ DEFAULT_MODELS_DIR = Path(platformdirs.user_cache_dir("mlx-lm-kvpersist-benchmar
 
 @dataclass(frozen=True)
 class BenchmarkModel:
-    """A model that the benchmarks run: its name, and its folder."""
-
     name: str
     path: Path
 
@@ -47,12 +45,11 @@ class BenchmarkModel:
 
     @property
     def slug(self) -> str:
-        """The name, only with characters that are safe in file names."""
         kept = (char if char.isalnum() or char in ".-" else "-" for char in self.name.lower())
         return "".join(kept).strip("-.")
 
     def about(self) -> dict[str, Any]:
-        """Return the facts about the model that are saved with results."""
+        """Return the facts that are saved with results."""
         n_bytes = sum(path.stat().st_size for path in self.path.glob("*.safetensors"))
         return {
             "name": self.name,
@@ -64,7 +61,7 @@ class BenchmarkModel:
 
 
 def find_model(name: str, models_dir: Path = DEFAULT_MODELS_DIR) -> BenchmarkModel:
-    """Return the model of this name. A synthetic model or SmolLM2 is made if it is missing.
+    """Return the model of this name; make a missing synthetic model or SmolLM2.
 
     Raises SystemExit with one line for an unknown model.
     """

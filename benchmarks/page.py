@@ -21,7 +21,6 @@ _HEADER = ("device", "row", "side", "unit", "stock", "plugin", "ratio", "goal", 
 
 
 def make_page(results: Sequence[DeviceResults]) -> str:
-    """Return RESULTS.md. It begins with the warnings about the results."""
     parts = ["# Results"]
     parts += [f"**Warning:** {text}" for text in warnings(results)]
     parts.append(
@@ -46,7 +45,6 @@ def make_page(results: Sequence[DeviceResults]) -> str:
 
 
 def conditions(results: DeviceResults) -> str:
-    """Return the conditions of a device's results: versions, commits, dates, model, commands."""
     first = results.parts[0]
     versions = ", ".join(f"{name} {value}" for name, value in first["versions"].items())
     days = sorted({part["date"][:10] for part in results.parts})
@@ -65,7 +63,7 @@ def conditions(results: DeviceResults) -> str:
 
 
 def _rows(results: DeviceResults, question: str) -> Iterator[tuple[str, ...]]:
-    """Yield the table rows of a question: the goals of the device, then the rows without a goal."""
+    """Yield the rows of the device's goals, then the rows without a goal."""
     goals = [goal for goal in GOALS if goal.question == question and goal.bound(results.kind)]
     shown = {(goal.what, goal.side) for goal in goals}
     measured = [row for row in results.rows if row["question"] == question]

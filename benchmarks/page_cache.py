@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def drop_cached_pages(paths: Sequence[Path]) -> float | None:
-    """Drop the cached pages of files; return the share of the files' pages that are still cached.
+    """Return the share of the files' pages that are still cached afterwards.
 
     Returns None without files, and on systems that cannot drop pages (macOS).
     """
@@ -31,7 +31,7 @@ def drop_cached_pages(paths: Sequence[Path]) -> float | None:
 
 
 def _resident_pages(descriptor: int) -> tuple[int, int]:
-    """Return how many pages a file has and how many of them are in the page cache."""
+    """Return the number of a file's pages, and the number that are in the page cache."""
     n_bytes = os.fstat(descriptor).st_size
     if not n_bytes:
         return 0, 0

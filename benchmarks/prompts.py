@@ -20,7 +20,7 @@ class Prompts:
         self._made: dict[tuple[tuple[str, ...], int, int], list[Message]] = {}
 
     def of_length(self, n_tokens: int, seed: int) -> list[Message]:
-        """Return one user message whose rendered prompt has `n_tokens`; it depends on the seed.
+        """Return one user message whose rendered prompt has `n_tokens`.
 
         Raises ValueError if the template alone is longer.
         """
@@ -36,7 +36,7 @@ class Prompts:
     def next_turn(self, messages: list[Message], reply: Reply, n_new: int) -> list[Message]:
         """Return the conversation with a reply and one more question.
 
-        The question, and the template's tokens around both messages, have `n_new` tokens together.
+        The question and the template's tokens around both messages have `n_new` tokens in total.
         """
         said = [*messages, {"role": "assistant", "content": reply.text}]
         before = self.count(messages) + len(self._encode(reply.text))
@@ -48,7 +48,7 @@ class Prompts:
         return [*said, {"role": "user", "content": question}]
 
     def count(self, messages: list[Message]) -> int:
-        """Return the number of tokens of the prompt that the server makes of a conversation."""
+        """Return the number of tokens of the rendered prompt."""
         ids = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True)
         return len(ids)
 
@@ -78,7 +78,6 @@ class Prompts:
 
 
 def _fit(text: str, n_tokens: int, count: Any) -> str:
-    """Return `text` with words added, so that it has `n_tokens`."""
     for _ in range(_MAX_TRIES):
         missing = n_tokens - count(text)
         if missing == 0:

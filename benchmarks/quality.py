@@ -57,7 +57,6 @@ class Rounded(KVCache):  # type: ignore[misc]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
         both = ((keys, Quantization(8, 64, True)), (values, Quantization(4, 64, True)))
-        # Unlike in the plugin, the newest tokens are rounded, too.
         read = (pk.read(pk.quantize(x, how), how, x.dtype) for x, how in both)
         return super().update_and_fetch(*read)
 
@@ -84,7 +83,7 @@ def main() -> None:
 
 
 def loaded_variant(models_dir: Path, name: str) -> tuple[Any, Any]:
-    """Return the model and its tokenizer. A missing model is made."""
+    """Load the model and its tokenizer. A missing model is made."""
     plain = models_dir / "smollm2-float32"
     if not plain.is_dir():
         make_smollm2(plain)
@@ -100,7 +99,7 @@ def loaded_variant(models_dir: Path, name: str) -> tuple[Any, Any]:
 
 
 def round_weights(model: Any) -> None:
-    """Round weights to 4 bits, but keep plain arrays: packed products are slow on a CPU."""
+    """Keep plain arrays after rounding to 4 bits: packed products are slow on a CPU."""
     rounded = []
     for name, weight in tree_flatten(model.parameters()):
         if weight.ndim == 2:

@@ -31,7 +31,7 @@ COMMIT = "BENCHMARK_COMMIT"
 
 
 class Report:
-    """The samples of one part of a run. Each sample is written to disk at once."""
+    """The samples of one part of a run, on disk after each sample."""
 
     def __init__(
         self, part: str, model: dict[str, Any], sides: dict[str, str], folder: Path | None = None
@@ -51,7 +51,6 @@ class Report:
         }
 
     def add(self, question: str, what: str, side: str, unit: str, value: float) -> None:
-        """Add one sample to its row, and write the file."""
         name = {"question": question, "what": what, "side": side, "unit": unit}
         rows: list[dict[str, Any]] = self.content["samples"]
         row = next((row for row in rows if name.items() <= row.items()), None)
@@ -62,7 +61,6 @@ class Report:
         self._write()
 
     def note(self, question: str, text: str) -> None:
-        """Set the sentence below a question's table."""
         self.content["notes"][question] = text
         self._write()
 
@@ -75,8 +73,6 @@ class Report:
 
 @dataclass(frozen=True)
 class DeviceResults:
-    """All saved results of one device."""
-
     folder: str
     parts: Sequence[dict[str, Any]]
     _rows: dict[tuple[str, str, str], list[float]] = field(default_factory=dict)
@@ -106,18 +102,18 @@ class DeviceResults:
 
     @property
     def shown_device(self) -> str:
-        """The device for a reader, such as NVIDIA H100 (GPU)."""
+        """Return a name such as NVIDIA H100 (GPU)."""
         # NVIDIA's names end with the memory: NVIDIA H100 80GB HBM3.
         name = re.sub(r" \d+GB\b.*", "", self.device.get("device_name", self.folder))
         return f"{name} ({self.kind.upper()})"
 
     @property
     def is_preset(self) -> bool:
-        """Whether all parts were measured with presets that have goals."""
+        """All parts were measured with presets that have goals."""
         return all(part["part"].partition("-")[0] in ("cpu", "gpu") for part in self.parts)
 
     def values(self, question: str, what: str, side: str) -> list[float]:
-        """Return the samples of a row, in the order of the repeats; empty if not measured."""
+        """Return samples in the order of the repeats; empty if not measured."""
         return self._rows.get((question, what, side), [])
 
     def median(self, question: str, what: str, side: str) -> float | None:
@@ -132,7 +128,7 @@ def ratio(over: Sequence[float], under: Sequence[float]) -> float | None:
 
 
 def device_folder() -> str:
-    """Return the device as the name of a folder, such as amd-epyc-cpu."""
+    """Return a name such as amd-epyc-cpu."""
     name = f"{device().get('device_name', platform.machine())} {device()['kind']}".lower()
     words = "".join(char if char.isalnum() else " " for char in name).split()
     return "-".join(words)
@@ -151,18 +147,17 @@ def shown_command(argv: Sequence[str]) -> str:
 
 
 def commit() -> str:
-    """Return the commit that is measured; it ends in "-dirty" if files were changed."""
+    """Return the measured commit, with "-dirty" at the end if files were changed."""
     return os.environ.get(COMMIT) or commit_of(FOLDER.parent)
 
 
 def commit_of(folder: Path) -> str:
-    """Return the commit that is checked out in a folder, or "unknown"."""
     describe = ("describe", "--always", "--abbrev=10", "--exclude=*", "--dirty")
     return _git(folder, *describe) or "unknown"
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """Return the output of a git command in a folder; None if the command fails."""
+    """Return the output of a git command; None if the command fails."""
     command = ["git", "-C", str(folder), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -184,7 +179,6 @@ def kept_results(folder: Path = FOLDER) -> list[DeviceResults]:
 
 
 def warnings(results: Iterable[DeviceResults]) -> list[str]:
-    """Return the warnings about results of several commits, or of changed files."""
     found = []
     for each in results:
         if len(each.commits) > 1:
@@ -201,7 +195,6 @@ def warnings(results: Iterable[DeviceResults]) -> list[str]:
 
 
 def show_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
     lines = [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
@@ -234,7 +227,6 @@ def shown_number(value: float | None) -> str:
 
 
 def write_page() -> None:
-    """Write RESULTS.md, and the chart if matplotlib is installed."""
     from .chart import draw
     from .page import make_page
 

@@ -144,7 +144,7 @@ def measure(
     only: list[str] | None = None,
     before: Path | None = None,
 ) -> Report:
-    """Measure a preset; return the report, which is on disk.
+    """Measure a preset, and return its report.
 
     before: a checkout that is measured in the same run, as the side `before`.
     """

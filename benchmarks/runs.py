@@ -19,7 +19,7 @@ BOTH = (OURS, STOCK)
 
 @dataclass
 class Run:
-    """One run of benchmarks with one model. `before`: the side of another checkout, if any."""
+    """`before`: the side of another checkout, if any."""
 
     model: BenchmarkModel
     report: Report
@@ -30,11 +30,9 @@ class Run:
         return Prompts(self.model.tokenizer)
 
     def sides(self, names: Sequence[str] = BOTH) -> list[str]:
-        """Return the names of sides, and also `before` if the run has this side."""
         return [*names, *([BEFORE] if self.before else [])]
 
     def side(self, name: str) -> Side:
-        """Return the side with this name."""
         return self.before if name == BEFORE and self.before else SIDES[name]
 
     def fleet(self, names: Iterable[str], n_ranks: int = 1) -> Fleet:
@@ -51,7 +49,7 @@ def tokens(n: int) -> str:
 
 
 def parser(doc: str | None, model: str, n_tokens: int) -> argparse.ArgumentParser:
-    """Return the parser of one benchmark's command; `doc` is its module's docstring."""
+    """`doc` is the docstring of the benchmark's module."""
     options = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -67,12 +65,11 @@ def parser(doc: str | None, model: str, n_tokens: int) -> argparse.ArgumentParse
 
 
 def run_of(args: argparse.Namespace, part: str) -> Run:
-    """Return the run that parsed options describe; its samples are written to PART.json."""
+    """The run's samples are written to PART.json."""
     model = find_model(args.model, args.models_dir)
     return Run(model, Report(part, model.about(), {}, args.out))
 
 
 def show(run: Run, base: str) -> None:
-    """Print a table of `ours` and the side `base`, and the notes."""
     print(compare(DeviceResults("", [run.report.content]), base))
     print(*run.report.content["notes"].values(), f"saved in {run.report.path}", sep="\n")

@@ -68,7 +68,7 @@ def before_side(checkout: Path) -> Side:
 
 
 class BenchmarkServer(RankedServer):
-    """The server of one side. The run ends if it does not serve as the side's name says.
+    """The server of one side.
 
     gpus: the values of CUDA_VISIBLE_DEVICES for its ranks; if empty, the environment's value stays.
     """
@@ -112,7 +112,7 @@ class BenchmarkServer(RankedServer):
         return {**super().env_of_rank(rank), **gpu}
 
     def finish(self) -> None:
-        """End the server. With the plugin, the other ranks write what they store, and end."""
+        """With the plugin, other ranks first write what they store."""
         self.terminate(timeout_s=60.0)
         if self.side.bits is not None:
             self.wait_for_others(60.0)
@@ -120,7 +120,7 @@ class BenchmarkServer(RankedServer):
     def ask(
         self, messages: Sequence[Message], max_tokens: int, expected: Expected, **params: Any
     ) -> Reply:
-        """Send a conversation, greedy and streamed; return the whole reply.
+        """Send a conversation, greedy and streamed.
 
         Raises WrongMeasurement unless the request was served as `expected`.
         """
@@ -131,7 +131,7 @@ class BenchmarkServer(RankedServer):
         return reply
 
     def outcome(self, reply: Reply) -> dict[str, Any]:
-        """Return the plugin's outcome of a request, also if its stream began before the lookup."""
+        """Return the plugin's outcome, also if the stream began before the lookup."""
         outcome: dict[str, Any] = reply.kvpersist
         if outcome.get("outcome") != "PENDING":
             return outcome
@@ -142,7 +142,6 @@ class BenchmarkServer(RankedServer):
         raise WrongMeasurement(f"the run ends: {self.side.name} has no record of {request_id}")
 
     def get(self, path: str) -> Any:
-        """Return the server's JSON answer to a GET request."""
         status, _, body = self.request("GET", path)
         if status != 200:
             raise RuntimeError(f"{self.side.name} answered {status} to {path}")
@@ -154,7 +153,7 @@ class BenchmarkServer(RankedServer):
             check_kept(self.side.name, self.get(SPEC_PATH), self.side.bits)
 
     def settle(self, timeout_s: float = 120.0) -> None:
-        """Wait until the server has written everything; stock writes nothing."""
+        """Wait until the server has written everything."""
         if self.side.bits is None:
             return
         seen, deadline = None, time.monotonic() + timeout_s
@@ -177,7 +176,7 @@ class BenchmarkServer(RankedServer):
 
 
 class Fleet:
-    """The running servers of all sides, for a `with` block. One server at a time gets requests.
+    """The running servers of all sides, for a `with` block.
 
     If CUDA_VISIBLE_DEVICES names several GPUs, the servers are spread over them. Raises SystemExit
     if the GPUs cannot be divided among servers of `n_ranks` GPUs each.
@@ -215,7 +214,7 @@ class Fleet:
         return list(self.servers)
 
     def start(self) -> None:
-        """Start all servers, and have each compile its kernels.
+        """Start all servers, and let each compile its kernels.
 
         Raises WrongMeasurement if a server does not store caches in its side's precision.
         """
@@ -231,10 +230,9 @@ class Fleet:
             server.settle()
 
     def restart(self) -> float | None:
-        """End all servers, drop their stores from the page cache, and start the servers again.
+        """Restart all servers with their stores dropped from the page cache.
 
-        Return the share of the stores' pages that are still cached; None if the system cannot drop
-        pages.
+        Return the share of the pages that are still cached; None if the system cannot drop pages.
         """
         for server in self.servers.values():
             server.settle()
@@ -257,6 +255,6 @@ class Fleet:
 
 
 def rotated(sides: Sequence[str], turn: int) -> list[str]:
-    """Return the sides; each turn begins with another side, so drifts affect all equally."""
+    """Each turn begins with another side, so that drifts affect all sides equally."""
     start = turn % len(sides)
     return [*sides[start:], *sides[:start]]

@@ -93,13 +93,11 @@ def make_shaped_model(
 
     shape: `TINY`, or one of `MODEL_SHAPES`. The latter get weights in 4 bits and groups of 64, as
     in mlx-community's conversions, and activations and KV in bfloat16.
-    config: entries of config.json that replace or extend the shape's, for smaller models.
+    config: entries of config.json that replace or extend the shape's.
     progress: called with the number of bytes written, and the total.
 
-    Weights are made and written a gigabyte at a time. Equal arguments write equal weights. A greedy
-    reply never ends before max_tokens, and each of its tokens is printable text.
-
-    Raises ValueError for an unknown shape.
+    Equal arguments write equal weights. A greedy reply never ends before max_tokens, and each of
+    its tokens is printable text. Raises ValueError for an unknown shape.
     """
     if shape == TINY:
         size = _TOKENIZER_SIZE
@@ -130,10 +128,9 @@ def make_shaped_model(
 
 
 def shaped_architecture(shape: str, config: Mapping[str, Any] | None = None) -> Any:
-    """Return mlx_lm's model of the named shape in bfloat16; its weights are lazy.
+    """Return the named shape's model in bfloat16, to read the shapes of its caches.
 
-    The model shows the shapes of its caches; do not evaluate it. Raises ValueError for an unknown
-    shape.
+    Do not evaluate its weights: they are lazy. Raises ValueError for an unknown shape.
     """
     full_config = _config(shape, config)
     architecture = importlib.import_module(f"mlx_lm.models.{full_config['model_type']}")
@@ -150,7 +147,7 @@ def _config(shape: str, config: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _speakable(files: TokenizerFiles, vocab_size: int) -> np.ndarray[Any, Any]:
-    """Return 1 for each row of the vocabulary that is visible text, and 0 for all other rows."""
+    """Return 1 for each vocabulary row of visible text, 0 for all other rows."""
     mask = np.zeros(vocab_size, np.float32)
     for token_id in range(min(vocab_size, files.n_tokens)):
         if token_id in files.special_ids:
@@ -201,10 +198,10 @@ def _shards(parameters: Mapping[str, mx.array]) -> Iterator[list[str]]:
 def _random_weight(
     name: str, parameters: Mapping[str, mx.array], mask: np.ndarray[Any, Any]
 ) -> mx.array:
-    """Return a parameter's values: random codes, and scales that keep activations near one.
+    """Return random codes, and scales that keep activations near one.
 
-    The output layer's rows for tokens without visible text are zero, so such tokens are never
-    chosen: 0 is never the largest of two thousand random logits.
+    The output layer has zero rows for tokens without visible text. Such tokens are never chosen: 0
+    is never the largest of two thousand random logits.
     """
     like = parameters[name]
     stem, _, part = name.rpartition(".")
@@ -227,7 +224,6 @@ def _random_weight(
 
 
 def _std(stem: str, fan_in: int, is_tied: bool) -> float:
-    """Return the standard deviation for a layer's weights."""
     if stem.endswith("embed_tokens") and not is_tied:
         return 1.0
     gain = 1.0

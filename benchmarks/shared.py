@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def measure(run: Run, store: str, url: str, prompts: Sequence[list[Message]]) -> None:
-    """Let one server put prompts into the store at a URL, and measure them with another server.
+    """Let one server put prompts into the store, and measure them with another server.
 
     Raises WrongMeasurement unless the store has all blocks of all prompts.
     """
@@ -74,7 +74,7 @@ def measure(run: Run, store: str, url: str, prompts: Sequence[list[Message]]) ->
 def restore(
     run: Run, row: str, url: str, prompts: Sequence[list[Message]], expected: Expected
 ) -> None:
-    """Measure prompts in the store at a URL: time to first token, CPU time, and tokens reused."""
+    """Measure the time to the first token, the CPU time, and the reused tokens."""
     expectations = {OURS: expected, COMPUTED: new()}
     computed = replace(SIDES[OURS], name=COMPUTED)
     with Fleet(run.model.path, [sharing(url), computed]) as fleet:
@@ -91,13 +91,12 @@ def restore(
 
 
 def sharing(url: str) -> Side:
-    """Return the side `ours` with an unencrypted shared store at a URL."""
+    """Return `ours` with an unencrypted shared store."""
     shared = ("--kvpersist-shared", url, "--kvpersist-shared-key", "plain")
     return replace(SIDES[OURS], flags=(*SIDES[OURS].flags, *shared))
 
 
 def is_put(server: BenchmarkServer) -> bool:
-    """Say whether nothing waits to be put into the shared store."""
     return not server.get(STATS_PATH)["store"]["tiers"]["shared"]["waiting"]
 
 

@@ -53,10 +53,9 @@ _LEAST_SAMPLES = 12
 
 
 def memory_of(pid: int) -> int:
-    """Return the bytes of resident memory of a process of this user; 0 if unknown.
+    """Return a process's resident bytes; 0 if unknown. A Mac's number includes GPU memory.
 
-    On a Mac, return the process's footprint, which includes the GPU's memory. Raises OSError if the
-    process has ended.
+    Raises OSError if the process has ended.
     """
     if sys.platform == "darwin":
         # struct rusage_info_v0 of sys/resource.h: after the UUID (16 bytes) the eighth number is
@@ -73,8 +72,8 @@ class Soak:
     """One run, and its samples so far.
 
     model: the model's folder. options: the server's options. n_tokens: the length of the longest
-    new prompts. log: a file that gets a line of JSON for each sample. The line is written to disk
-    at once, because nothing else survives a panic.
+    new prompts. log: gets a line of JSON for each sample. The line is written to disk at once,
+    because nothing else survives a panic.
     """
 
     model: str
@@ -91,8 +90,7 @@ class Soak:
     _ends_s: float = 0.0
 
     def run(self, seconds: float, every_s: float = 1.0) -> None:
-        """Run both streams for some seconds. Raises KVPersistError if the server fails or its
-        memory grows."""
+        """Raises KVPersistError if the server fails or its memory grows."""
         command = (self.model, "--plugin", "kvpersist", "--kvpersist-dir", f"{self.folder}/store")
         with ongoing("soak: start") as say, ThreadPoolExecutor(STREAMS) as pool:
             log_path = self.folder / "log"
@@ -115,12 +113,11 @@ class Soak:
 
     @property
     def grew(self) -> bool:
-        """Whether memory grew a lot from the second to the last quarter of the samples."""
+        """Compare the second with the last quarter of the samples."""
         before, after = self._quarters()
         return len(self.samples) >= _LEAST_SAMPLES and after > _GREW * before + _SLACK_BYTES
 
     def _quarters(self) -> tuple[int, int]:
-        """Return the medians of the second and the last quarter of the samples."""
         n = -(-len(self.samples) // 4)
         second, last = self.samples[n : 2 * n] or [0], self.samples[-n:] or [0]
         return median_low(second), median_low(last)
@@ -130,7 +127,6 @@ class Soak:
         return max(0.0, self._ends_s - time.monotonic())
 
     def _stream(self, server: StartedServer, number: int) -> None:
-        """Send one request after the other, until the time is over."""
         rng = random.Random(number)
         kept: deque[list[Message]] = deque(maxlen=_KEPT)
         while self._left_s:
@@ -187,8 +183,8 @@ class Soak:
 def soak(path: Path, minutes: float, log_path: Path | None = None) -> None:
     """Run the workload; print one line to send, also if the server fails.
 
-    path: the model's folder. log_path: a file that gets every sample. Raises KVPersistError if the
-    server fails or its memory grows.
+    log_path: a file that gets every sample. Raises KVPersistError if the server fails or its
+    memory grows.
     """
     result, started = "stopped", measured_conditions(str(path), path)
     room = max_context(str(path), None) or 2 * MOST_TOKENS

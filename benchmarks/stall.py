@@ -15,15 +15,15 @@ from .servers import BenchmarkServer, rotated
 
 QUESTION = "longest gap"
 _ENDLESS = 200_000
-"""Tokens that the running reply may have. Its client disconnects long before the end."""
+"""The reply's limit of tokens. Its client disconnects long before the end."""
 _ALONE_S = 1.0
 """How long the reply runs before the long prompt arrives."""
 
 
 class RunningReply:
-    """A client that asks for an endless reply and notes when each token comes.
+    """A client, for a `with` block, that asks for an endless reply.
 
-    For a `with` block. `times` are seconds of time.perf_counter().
+    `times`: when each token came, in seconds of time.perf_counter().
     """
 
     def __init__(self, server: BenchmarkServer, messages: list[Message]) -> None:
@@ -67,7 +67,7 @@ class RunningReply:
             self._has_begun.set()
 
     def longest_gap_s(self, start: float, stop: float) -> float:
-        """Return the longest pause between two tokens that overlaps the time from start to stop."""
+        """Return the longest pause between two tokens that overlaps the given time."""
         gaps = [b - a for a, b in pairwise(list(self.times)) if a < stop and b > start]
         if not gaps:
             raise RuntimeError("the running reply had no token while the prompt was computed")
@@ -75,7 +75,7 @@ class RunningReply:
 
 
 def measure(run: Run, context: int, n_repeats: int) -> None:
-    """Measure the longest pause of a reply during a new prompt of `context` tokens."""
+    """`context`: the tokens of the new prompt."""
     sides = run.sides()
     with run.fleet(sides) as fleet:
         for repeat in range(n_repeats):

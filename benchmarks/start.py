@@ -1,9 +1,8 @@
 """The time from a server's start to its first token, and the time to a second turn's first token.
 
 Each sample starts a process, and its time begins with the command. `first`: the store is empty, and
-on CUDA no kernel is compiled. `later`: an earlier conversation has left a store and compiled
-kernels. The first conversation is an agent's: a system prompt, and two turns as soon as the server
-is healthy.
+on CUDA no kernel is compiled. `later`: a conversation has left a store and compiled kernels. The
+first conversation has a system prompt, and two turns as soon as the server is healthy.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ _SYSTEM_TOKENS, _TURN_CHARS, _MAX_TOKENS = 1500, 400, 32
 
 
 def measure(run: Run, n_repeats: int) -> None:
-    """Measure starts and first conversations of the sides, which take turns."""
     sides = run.sides()
     with tempfile.TemporaryDirectory(prefix="kvpersist-bench-") as name:
         for side in sides:  # reads the files of the model and the packages into the page cache
@@ -56,7 +54,7 @@ def _server(run: Run, side: str, folder: Path, *, keeps_kernels: bool = True) ->
 def _start(
     run: Run, side: str, folder: Path, question: str, *, keeps_kernels: bool = True
 ) -> float:
-    """Return the seconds from the command to the first token of a short reply.
+    """Return the seconds from the command to the first token.
 
     keeps_kernels: whether compiled kernels are in `folder`; otherwise all servers share them.
     """
@@ -72,7 +70,6 @@ def _start(
 
 
 def _second_turn(run: Run, side: str, folder: Path) -> float:
-    """Return the seconds to the first token of the second turn."""
     system = run.prompts.of_length(_SYSTEM_TOKENS, seed=0)[0]["content"]
     messages: list[Message] = [{"role": "system", "content": system}]
     with _server(run, side, folder) as server:

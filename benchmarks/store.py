@@ -43,9 +43,7 @@ ROOT = Root("benchmark", "random")
 
 
 def measure(run: Run, n_tokens: int, n_repeats: int, parent: Path | None = None) -> None:
-    """Measure saving and loading blocks with `n_tokens` tokens in all, a multiple of 256.
-
-    The files are in a temporary folder in `parent`.
+    """Measure saving and loading blocks; `n_tokens` is a multiple of 256.
 
     Raises WrongMeasurement for a model with windows or states, which are not stored as blocks.
     """
@@ -156,13 +154,13 @@ class Work:
         return time.perf_counter() - started_s
 
     def _use_memory(self) -> None:
-        """Allocate memory and free it: in a virtual machine the first use of memory is slow."""
+        """The first use of memory is slow in a virtual machine."""
         mx.clear_cache()
         np.ones(2 * self.n_bytes, np.uint8)
 
 
 def random_blocks(spec: ModelCacheSpec, n_tokens: int) -> list[tuple[Block, Arrays]]:
-    """Return a chain of full blocks of random ids, with random arrays that are all different."""
+    """Return a chain of full blocks; no two arrays are equal."""
     rng = np.random.Generator(np.random.SFC64(0))
     # Making random numbers is slow, so they are made once. Each block changes them.
     first = {
@@ -185,7 +183,7 @@ def random_blocks(spec: ModelCacheSpec, n_tokens: int) -> list[tuple[Block, Arra
 
 
 def opened(folder: Path, max_ram_bytes: int) -> closing[BlockStore]:
-    """Return the store of a folder, for a `with` block, after it has read its index."""
+    """Return a folder's store, for a `with` block, after it has read its index."""
     store = BlockStore(folder, StoreLimits(max_ram_bytes, max_disk_bytes=1 << 62))
     store.drain()
     return closing(store)

@@ -18,7 +18,7 @@ MAX_TOKENS = 16
 
 
 def measure(run: Run, n_streams: int, n_repeats: int) -> None:
-    """Measure `n_streams` streams for each number of clients, in `n_repeats` equal parts."""
+    """Measure `n_streams` streams for each number of clients."""
     n = n_streams // n_repeats
     first = 0
     sides = run.sides()
@@ -44,7 +44,7 @@ def measure(run: Run, n_streams: int, n_repeats: int) -> None:
 def _stream(
     server: BenchmarkServer, n_clients: int, numbers: Sequence[int]
 ) -> tuple[float, float | None]:
-    """Run one stream for each number; return the wall time and the server's CPU time."""
+    """Return the wall time and the server's CPU time, in seconds."""
 
     def client(index: int) -> None:
         for number in numbers[index::n_clients]:

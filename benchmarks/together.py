@@ -30,7 +30,7 @@ Prompts = list[list[Message]]
 
 
 def measure(run: Run, system: int, agents_sides: Sequence[str], n_repeats: int) -> None:
-    """Measure turns and agents; the agents' system prompt has `system` tokens."""
+    """`system`: the number of tokens of the agents' system prompt."""
     with run.fleet(run.sides(TURNS_SIDES)) as fleet:
         _measure_turns(run, fleet, n_repeats)
         for repeat in range(n_repeats):
@@ -85,13 +85,11 @@ def _measure_agents(run: Run, server: BenchmarkServer, system: int, repeat: int)
 
 
 def at_once(server: BenchmarkServer, prompts: Prompts, expected: Expected) -> list[Reply]:
-    """Send prompts at the same moment; return the replies."""
     with ThreadPoolExecutor(len(prompts)) as pool:
         return list(pool.map(lambda asked: server.ask(asked, MAX_TOKENS, expected), prompts))
 
 
 def new_agents(run: Run, n_agents: int, system_tokens: int, seed: int) -> Prompts:
-    """Return the first prompts of agents that share a system prompt, chosen by `seed`."""
     content = run.prompts.of_length(system_tokens, seed)[0]["content"]
     system: Message = {"role": "system", "content": content}
     return [

@@ -1,9 +1,8 @@
 """Time to the first token: new prompt, same prompt again, next turn, next turn after a restart.
 
-Each side serves the same conversations. A conversation is a new prompt, the same prompt again, and
-the next turn. Then the plugin's server ends, the page cache of its store is dropped, the server
-starts again, and the same next turn is served from disk. A restart of the stock server loses all
-prompts, so this turn is compared with stock's new prompts.
+A conversation is a new prompt, the same prompt again, and the next turn. Then the plugin's server
+restarts without its store in the page cache, and serves the same next turn from disk. A restart of
+the stock server loses all prompts, so this turn is compared with stock's new prompts.
 
 `n_ranks` processes compute each server's model together, as `mlx.launch` starts them.
 """
@@ -23,7 +22,7 @@ QUESTION = "first token"
 N_NEW = 64
 """Tokens that the next turn adds, without the reply."""
 MAX_TOKENS = 8
-"""Length of the reply that the next turn continues. All other replies have one token."""
+"""Length of the reply that the next turn continues. Other replies have one token."""
 N_SHORTER = 128
 """A prompt named 8K has this number of tokens less, so that it ends in the middle of a block."""
 _SLACK = 32
@@ -31,7 +30,7 @@ _SLACK = 32
 
 
 def measure(run: Run, contexts: Mapping[int, int], n_ranks: int = 1) -> None:
-    """Measure prompts; `contexts` maps their lengths to the number of repeats."""
+    """`contexts` maps lengths of prompts to the number of repeats."""
     sides = run.sides()
     names = {n: tokens(n) + (f", {n_ranks} ranks" if n_ranks > 1 else "") for n in contexts}
     talks: dict[tuple[int, int, str], list[Message]] = {}
@@ -63,7 +62,7 @@ def measure(run: Run, contexts: Mapping[int, int], n_ranks: int = 1) -> None:
 def _converse(
     run: Run, server: BenchmarkServer, prompt: list[Message], context: int, name: str
 ) -> list[Message]:
-    """Measure a conversation with one server; return the prompt of its next turn."""
+    """Return the prompt of the conversation's next turn."""
     side = server.side.name
     n_tokens = context - N_SHORTER
     first = server.ask(prompt, MAX_TOKENS, new())

@@ -69,14 +69,12 @@ def plugin(store: Path, options: Sequence[str]) -> list[str]:
 
 
 def bits_of(options: Sequence[str]) -> str:
-    """Return the value of --kvpersist-kv-bits in options, or the default."""
     options = [word for option in options for word in option.split("=", 1)]
     name = "--kvpersist-kv-bits"
     return options[options.index(name) + 1] if name in options else DEFAULT_BITS
 
 
 def until_written(server: ServerProcess) -> None:
-    """Wait until the server has written everything."""
     while json.loads(server.request("GET", STATS_PATH)[2])["store"]["queue"]["tasks"]:
         time.sleep(0.05)
 
@@ -94,7 +92,7 @@ class Talk:
     first_difference: int | None = None
 
     def ask(self, stays: ServerProcess, dies: ServerProcess, turn: int) -> None:
-        """Ask both servers for the next reply, and continue with the first server's reply."""
+        """Ask both servers, and continue with the first server's reply."""
         self.messages.append({"role": "user", "content": self.questions[turn]})
         expected, found = (
             server.chat(
