@@ -26,8 +26,6 @@ LENGTHS = (8, 256)
 
 
 class Conversation:
-    """A conversation that grows by one block with each commit."""
-
     def __init__(self, folder: Path, n_blocks: int) -> None:
         self.store = BlockStore(folder, StoreLimits(1 << 30, 1 << 32))
         self._end, self._n_blocks = ROOT.key, 0
@@ -52,7 +50,6 @@ class Conversation:
         return time.process_time() - started_s
 
     def grow(self) -> float:
-        """Commit one more block; return the CPU seconds that it took."""
         return self._commit([self._next()])
 
 

@@ -53,7 +53,6 @@ class Words:
 
 
 def stored_chain(store: BlockStore, model: LoadedModel, ids: list[int]) -> None:
-    """Store a conversation."""
     assert model.text is not None
     parent, entries = model.root.key, []
     for start in range(0, len(ids), BLOCK_TOKENS):

@@ -28,7 +28,7 @@ Sources = Mapping[str, str]
 
 
 def sources_of(checkout: Path) -> Sources:
-    """Return the text of each module; the text of an `__init__` has the name of its folder."""
+    """Return each module's text; the text of an `__init__` has the name of its folder."""
     sources = {}
     for path in sorted((checkout / NAME).rglob("*.py")):
         name = ".".join(path.relative_to(checkout).with_suffix("").parts)
@@ -37,7 +37,7 @@ def sources_of(checkout: Path) -> Sources:
 
 
 def n_vague_names(source: str) -> int:
-    """Return how often a module binds a vague name: by an assignment, a loop, or a parameter."""
+    """Count vague names that an assignment, a loop or a parameter binds."""
     nodes = list(ast.walk(ast.parse(source)))
     stored = (node for node in nodes if isinstance(getattr(node, "ctx", None), ast.Store))
     names = [getattr(node, "id", "") for node in stored]
@@ -46,7 +46,7 @@ def n_vague_names(source: str) -> int:
 
 
 def imports_of(module: str, sources: Sources) -> set[str]:
-    """Return the modules of the package that a module imports, anywhere in its text."""
+    """Return the package's modules that a module imports, anywhere in its text."""
     is_folder = any(name.startswith(f"{module}.") for name in sources)
     parts, names = module.split("."), set[str]()
     for node in ast.walk(ast.parse(sources[module])):
@@ -72,7 +72,7 @@ def import_cycles(imports: Mapping[str, Set[str]]) -> set[frozenset[str]]:
 
 
 def n_locks(source: str) -> int:
-    """Return how many locks of `threading` a module makes, by a call or as a default factory."""
+    """Count locks that a module makes, by a call or as a default factory."""
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     makers = [call.func for call in calls] + [key.value for call in calls for key in call.keywords]
     names = {f"threading.{name}" for name in LOCKS}
@@ -89,7 +89,6 @@ def private_names(ours: str, theirs: str) -> set[str]:
 
 
 def measures(checkout: Path) -> Iterator[str]:
-    """Yield a line for each measure that is counted in the source."""
     sources = sources_of(checkout)
     n_lines = sum(text.count("\n") for text in sources.values())
     n_vague = sum(map(n_vague_names, sources.values()))

@@ -1,9 +1,8 @@
 """Change the source in small ways, run the tests, and list the changes that no test noticed.
 
 `make mutate` changes the modules that determine a reply: api, cache, host, match, request and
-store. Each change (a mutant) is made in a copy of the tree, never in the tree itself. Results are
-saved in `.mutants/results.json`, so an interrupted run can continue. `mutants.toml` lists the
-mutants that may survive, each with the reason.
+store. Each change (a mutant) is made in a copy of the tree. An interrupted run can continue from
+`.mutants/results.json`. `mutants.toml` lists the mutants that may survive, each with the reason.
 
 mutmut and cosmic-ray are not suitable. mutmut forks processes that have loaded MLX, whose threads
 do not survive a fork. cosmic-ray changes the tree in which it runs, restarts Python for each
@@ -197,7 +196,7 @@ class Mutant:
     start: int
     stop: int
     place: str
-    """The column and the number of equal lines above. `key` uses this instead of `line`."""
+    """The column and the number of equal lines above."""
 
     @property
     def key(self) -> str:
@@ -211,7 +210,6 @@ class Mutant:
 
 
 def mutants_of(path: Path, root: Path = ROOT) -> list[Mutant]:
-    """Return all mutants of a file, in the order of its lines."""
     source = path.read_text(encoding="utf-8")
     tree = ast.parse(source)
     lines = source.encode().splitlines(keepends=True)
@@ -243,7 +241,6 @@ Change = tuple[ast.expr | ast.stmt, str]
 
 
 def _changes(tree: ast.Module) -> Iterator[Change]:
-    """Yield each node to replace, with the source of its replacement."""
     unread = {id(part) for node in ast.walk(tree) for part in _not_run(node)}
     pending: list[ast.AST] = [tree]
     while pending:
@@ -334,7 +331,6 @@ def _changed_statements(node: ast.stmt) -> Iterator[Change]:
 
 
 def targets_of(file: str) -> list[str]:
-    """Return the pytest targets that should notice the mutants of a file."""
     module = file.removeprefix(f"{PACKAGE}/").removesuffix(".py")
     folder, _, name = module.rpartition("/")
     if module in TESTS:
@@ -388,7 +384,7 @@ class Tree:
             os._exit(status)
 
     def change(self, mutant: Mutant) -> bool:
-        """Apply a mutant; return False if the result is not valid Python."""
+        """Return False if the result is not valid Python."""
         path = self.folder / mutant.file
         self.mutant, self._source = mutant, path.read_bytes()
         changed = self._source[: mutant.start] + mutant.after.encode() + self._source[mutant.stop :]
@@ -400,16 +396,12 @@ class Tree:
         return True
 
     def restore(self) -> None:
-        """Restore the original file."""
         assert self.mutant is not None
         (self.folder / self.mutant.file).write_bytes(self._source)
 
 
 def accepted_mutants(path: Path = ACCEPTED) -> list[dict[str, str]]:
-    """Return the mutants that may survive, each with `file`, `line` (the line's text) and `reason`.
-
-    Some mutants have `after`, too.
-    """
+    """Each has `file`, `line` (the line's text) and `reason`; some have `after`, too."""
     found: list[dict[str, str]] = tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]
     return found
 
@@ -426,7 +418,7 @@ def is_accepted(mutant: Mutant, accepted: Sequence[dict[str, str]]) -> bool:
 def preload(names: Sequence[str]) -> None:
     """Import modules that the tests import, so that forked processes start with them.
 
-    Not imported: the project, which will be changed; MLX, whose threads do not survive a fork; and
+    Not imported: the project, which will be changed; MLX, whose threads do not survive a fork;
     pytest's plugins, which pytest loads itself.
     """
     project = (PACKAGE, "tests", "models_check", "patches_check", "benchmarks", "__main__")
@@ -497,7 +489,7 @@ def run(mutants: Sequence[Mutant], n_jobs: int, results: dict[str, dict[str, obj
 
 
 def main() -> int:
-    """Run the mutants that the command line selects; return 1 if one survived without a reason."""
+    """Return 1 if a mutant survived without a reason."""
     parser = argparse.ArgumentParser(description="Test the tests: change the source and run them.")
     parser.add_argument("--module", action="append", help="only files with this text in the path")
     parser.add_argument("--sample", type=int, metavar="N", help="only N mutants, drawn at random")

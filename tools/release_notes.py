@@ -11,7 +11,7 @@ CHANGELOG = Path(__file__).parents[1] / "CHANGELOG.md"
 
 
 def notes_of(changelog: str, name: str) -> str:
-    """Return the text under the heading of a version. Raises ValueError without such a heading."""
+    """Raises ValueError if the version's section is missing or empty."""
     pattern = rf"^## \[{re.escape(name)}\][^\n]*\n(.*?)(?=^## |\Z)"
     section = re.search(pattern, changelog, re.DOTALL | re.MULTILINE)
     if section is None or not section[1].strip():

@@ -47,8 +47,6 @@ Functions = set[tuple[str, str]]
 
 
 class Trace:
-    """Collects the package's functions that run in a journey."""
-
     def __init__(self) -> None:
         self._functions: Functions = set()
         self._counted_threads: set[int] = set()
@@ -139,7 +137,7 @@ class Server:
         return self._generate("/v1/completions", prompt=prompt, max_tokens=1)
 
     def _generate(self, path: str, **body: Any) -> int:
-        """Ask for a short reply; return the number of prompt tokens that were not computed."""
+        """Return the number of prompt tokens that were not computed."""
         status, content = self.ask("POST", path, {**body, "temperature": 0.0})
         assert status == 200, content
         n_cached: int = json.loads(content)["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -156,7 +154,6 @@ class Server:
 
 
 def traced(folder: Path) -> dict[str, Functions]:
-    """Return the functions of each journey."""
     trace, model = Trace(), make_tiny_model(folder / "model")
     with trace.journey() as start:
         server = Server(model, folder / "store")

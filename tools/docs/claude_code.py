@@ -91,7 +91,7 @@ def draw(programs: Path, folder: Path) -> str:
 
 
 def _turn(claude: Terminal, question: str) -> str:
-    """Ask, and wait until the answer is shown and stored; return the id of its first request."""
+    """Wait until the answer is shown and stored; return the id of its first request."""
     n_before = len(_requests())
     claude.type(question)
     claude.read_until(lambda screen: "esc to interrupt" in screen)
@@ -103,13 +103,12 @@ def _turn(claude: Terminal, question: str) -> str:
 
 
 def _requests() -> list[dict[str, Any]]:
-    """Return the requests that the running server lists, the newest first."""
+    """Return the running server's requests, the newest first."""
     requests: list[dict[str, Any]] = ask(_URL, REQUESTS_PATH)
     return requests
 
 
 def _wait_until_ready() -> None:
-    """Wait until the model is loaded and its conversations can be stored."""
     end = time.monotonic() + _START_S
     while time.monotonic() < end:
         time.sleep(0.5)
@@ -122,7 +121,6 @@ def _wait_until_ready() -> None:
 
 
 def main() -> None:
-    """Write the picture."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("programs", type=Path, help="the folder with claude")
     parser.add_argument("file", type=Path, help="the SVG to write")

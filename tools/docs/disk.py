@@ -105,10 +105,7 @@ SHAPES: dict[str, tuple[str, Config]] = {
 
 
 def spec_of(name: str) -> ModelCacheSpec:
-    """Return the spec of a model of this shape in bfloat16, as a server determines it.
-
-    Nothing is evaluated: shapes and dtypes are known without values.
-    """
+    """Return the spec of a shape in bfloat16. No array is evaluated."""
     architecture, config = SHAPES[name]
     module = importlib.import_module(f"mlx_lm.models.{architecture}")
     small = CONFIGS[architecture]
@@ -128,7 +125,6 @@ def in_bits(group: LayerGroup, bits: int) -> LayerGroup:
 
 
 def row(name: str) -> str:
-    """Return a model's row of the table."""
     spec = spec_of(name)
     a_token = [
         spec.bytes_per_token,
@@ -146,7 +142,6 @@ def row(name: str) -> str:
 
 
 def table() -> str:
-    """Return the table of bytes per token, and of tokens that fit into the default budget."""
     return "\n".join(
         [
             "| model | default | 8 bits | 16 bits | a checkpoint | tokens in 64G |",
@@ -163,9 +158,9 @@ N_TURN, TOKENS_PER_S, MAX_LOSS_S = 500, 1000, 2
 def turn_bytes(spec: ModelCacheSpec) -> tuple[int, int, int]:
     """Return the bytes of a turn: without a pause, after a pause, and with all checkpoints.
 
-    A turn has two checkpoints. Without pauses, one checkpoint per `MAX_LOSS_S` seconds is written,
-    with whole windows. In the other cases only new tokens of windows are written. On average, a
-    state has half a block of newest tokens in full precision.
+    A turn has two checkpoints. Without pauses, a checkpoint is written every `MAX_LOSS_S` seconds,
+    with whole windows. Other cases write only the new tokens of windows. On average, a state has
+    half a block of newest tokens in full precision.
     """
     blocks = N_TURN * spec.bytes_per_token
     if spec.any_prefix:
@@ -185,7 +180,6 @@ def turn_bytes(spec: ModelCacheSpec) -> tuple[int, int, int]:
 
 
 def turns_table() -> str:
-    """Return the table of bytes per turn: models with windows or states, and one without."""
     rows = [
         "| model | in a row | after a rest | every turn at once |",
         "| --- | --- | --- | --- |",
@@ -238,7 +232,7 @@ OFFERED_GIB = {16: 16 * 2 / 3, 32: 32 * 2 / 3, 64: 48, 128: 96}
 
 
 def tokens_on_a_mac(name: str, gib: int) -> int | None:
-    """Return how many tokens the memory budget holds; None if the weights leave no room."""
+    """Return None if the weights leave no room."""
     offered, n_weights = int(OFFERED_GIB[gib] * (1 << 30)), _weights_bytes(name)
     left = offered - n_weights - min(offered // 8, MOST_RESERVE_BYTES)
     return None if left < LEAST_BYTES else left // spec_of(name).bytes_per_token
@@ -249,7 +243,6 @@ def _weights_bytes(name: str) -> int:
 
 
 def macs_table() -> str:
-    """Return the table of tokens that fit into the memory of a Mac, by model."""
     rows = [
         f"| model, 4-bit weights | weights | {' | '.join(f'{gib} GiB' for gib in OFFERED_GIB)} |",
         f"|{' --- |' * (2 + len(OFFERED_GIB))}",

@@ -45,7 +45,6 @@ _TALKS = {
 
 
 def play(server: ServerProcess) -> None:
-    """Run four conversations of four turns; kill the server after the first turn."""
     talks: dict[str, list[Message]] = {question: [_SYSTEM] for question in _TALKS}
     for turn in range(4):
         for question, messages in talks.items():

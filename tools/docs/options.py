@@ -14,7 +14,6 @@ _DEFAULT = re.compile(r"\s*\(default: (.*)\)$", re.DOTALL)
 
 
 def server_options() -> str:
-    """Return a table for each group of options."""
     sections = []
     for heading, options in config.GROUPS.items():
         parser = argparse.ArgumentParser(add_help=False)
@@ -52,7 +51,6 @@ def _cell(text: str) -> str:
 
 
 def commands() -> str:
-    """Return a table with a row for each command, or group of commands."""
     rows = ["| command | what it does |", "| --- | --- |"]
     for action in make_parser()._actions:
         if isinstance(action, argparse._SubParsersAction):

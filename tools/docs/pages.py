@@ -30,15 +30,13 @@ _PART = re.compile(r"(<!-- made: ([\w ]+) -->\n).*?(<!-- end of \2 -->)", re.DOT
 
 @cache
 def made(name: str) -> str:
-    """Return a part's text. Raises KeyError if no part has this name."""
+    """Raises KeyError if no part has this name."""
     return PARTS[name]()
 
 
 def remade(page: str) -> str:
-    """Return a page with its parts generated again."""
     return _PART.sub(lambda part: f"{part[1]}\n{made(part[2])}\n\n{part[3]}", page)
 
 
 def parts(page: str) -> dict[str, str]:
-    """Return the current parts of a page, by name."""
     return {part[2]: part[0] for part in _PART.finditer(page)}

@@ -30,12 +30,12 @@ _STATES = {
 
 
 def shown_results() -> DeviceResults:
-    """Return the results that the pages show: of a GPU, if a GPU was measured."""
+    """Return a GPU's results if a GPU was measured."""
     return kept_results()[0]
 
 
 def in_short() -> str:
-    """Return the rows that users notice most, with the better side in bold, and the conditions."""
+    """Return the rows that users notice most, and the conditions."""
     results = shown_results()
     n = longest(results)
     rows = [
@@ -62,7 +62,7 @@ def in_short() -> str:
 
 
 def _compared(sides: Sides, unit: str) -> tuple[str, str]:
-    """Return the values of stock and the plugin with their unit, the better one in bold."""
+    """Put the better value in bold."""
     stock, ours = sides
     texts = [f"{shown_number(side)} {unit}" if side is not None else "-" for side in sides]
     if stock is not None and ours is not None and stock != ours:
@@ -72,13 +72,12 @@ def _compared(sides: Sides, unit: str) -> tuple[str, str]:
 
 
 def _shortest_decoded(results: DeviceResults) -> int | None:
-    """Return the shortest prompt, in tokens, after which one reply was timed alone; or None."""
+    """Return the shortest prompt, in tokens, after which one reply was timed alone."""
     names = {row["what"] for row in results.rows if row["question"] == decoding.QUESTION}
     return next((n for n in CONTEXTS if f"1 of {tokens(n)}" in names), None)
 
 
 def medians(results: DeviceResults, question: str, what: str) -> Sides:
-    """Return the medians of stock and the plugin; None if a side was not measured."""
     return results.median(question, what, STOCK), results.median(question, what, OURS)
 
 
@@ -93,7 +92,7 @@ def longest(results: DeviceResults) -> int:
 
 
 def first_token_s(results: DeviceResults, state: str, n_tokens: int) -> Sides:
-    """Return the seconds of stock and the plugin; after a restart, stock computes a new prompt."""
+    """After a restart, stock computes a new prompt."""
     stock_state = "new prompt" if state == "after a restart" else state
     return (
         results.median(ttft.QUESTION, f"{stock_state}, {tokens(n_tokens)}", STOCK),
@@ -102,7 +101,6 @@ def first_token_s(results: DeviceResults, state: str, n_tokens: int) -> Sides:
 
 
 def first_token() -> str:
-    """Return the table of seconds to the first token, by length of the prompt."""
     results = shown_results()
     rows = [
         (f"{n:,}", *(_both(first_token_s(results, state, n)) for state in _STATES))
@@ -112,12 +110,11 @@ def first_token() -> str:
 
 
 def _both(sides: Sides) -> str:
-    """Return both values for one cell, with spaces at which no browser breaks the line."""
+    """Return both values for one cell. No browser breaks the line at these spaces."""
     return "\u00a0/\u00a0".join("-" if side is None else shown_number(side) for side in sides)
 
 
 def decode() -> str:
-    """Return the table of tokens per second while replies run at the same time."""
     results = shown_results()
     names = [
         row["what"]
@@ -139,7 +136,6 @@ def decode() -> str:
 
 
 def together() -> str:
-    """Return the table of seconds for requests that arrive together."""
     results = shown_results()
     rows = [
         (
@@ -158,10 +154,7 @@ def together() -> str:
 
 
 def conditions(prompts: str = "") -> str:
-    """Return the device, the versions, the model, the day and the commit of the figures.
-
-    prompts: the first sentence, about the prompts' lengths.
-    """
+    """`prompts`: the first sentence, about the prompts' lengths."""
     results = shown_results()
     part = results.parts[0]
     model = part["model"]["name"]

@@ -49,13 +49,11 @@ class Terminal:
         return [line.rstrip() for line in self._screen.display]
 
     def type(self, text: str) -> None:
-        """Type a line and press Enter."""
         os.write(self._fd, text.encode())
         self.read(1.0)  # a program may treat fast input as a paste
         os.write(self._fd, b"\r")
 
     def read(self, seconds: float) -> None:
-        """Read the program's output for some seconds, and update the screen."""
         end = time.monotonic() + seconds
         while (rest := end - time.monotonic()) > 0:
             if select.select([self._fd], [], [], rest)[0]:
@@ -105,7 +103,7 @@ def _colour(name: str) -> str:
 
 
 def picture(terminals: Mapping[str, Text], columns: int = 112) -> str:
-    """Return an SVG of titled terminals, one below the other, in fonts of the reader's machine."""
+    """Return an SVG of titled terminals, in fonts of the reader's machine."""
     drawn, top, width = [], 0.0, 0.0
     for n, (title, text) in enumerate(terminals.items()):
         console = Console(record=True, width=columns, file=io.StringIO(), highlight=False)

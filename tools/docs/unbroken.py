@@ -10,5 +10,5 @@ _WORD = re.compile(r"(?<!\S)\S{1,40}(?!\S)")
 
 
 def on_page_content(html: str, **_: object) -> str:
-    """Return a page with a span around each word of code; site.css says what a span does."""
+    """Put a span around each word of code; site.css styles the spans."""
     return _CODE.sub(lambda code: _WORD.sub(r"<span>\g<0></span>", code[0]), html)
