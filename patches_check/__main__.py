@@ -16,7 +16,6 @@ from .installed import examine, print_report
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return 0 if nothing is wrong."""
     parser = argparse.ArgumentParser(prog="python -m patches_check", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument(

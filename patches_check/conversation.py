@@ -15,7 +15,7 @@ MAX_TOKENS = 16
 
 @dataclass(frozen=True)
 class Conversation:
-    """The second turn's prompt tokens, how many of them were reused, and their tier."""
+    """The numbers of tokens are those of the second turn."""
 
     prompt_tokens: int
     cached_before: int
@@ -23,7 +23,6 @@ class Conversation:
     """Reused tokens after kill -9 and a restart."""
     tier_after: str
     same_reply: bool
-    """Whether the restarted server replied as the killed server did."""
 
     def __str__(self) -> str:
         return (
@@ -42,10 +41,7 @@ class Conversation:
 
 
 def play(folder: Path) -> Conversation:
-    """Have a conversation of two turns, in `folder`, with a tiny model and the kvpersist plugin.
-
-    Raises KVPersistError if a server does not start or does not answer.
-    """
+    """Raises KVPersistError if a server does not start or does not answer."""
     model, store = make_model(folder / "model"), folder / "store"
     plugin = ("--plugin", "kvpersist", "--kvpersist-dir", str(store))
     messages: list[Message] = [{"role": "user", "content": document(N_CHARS)}]

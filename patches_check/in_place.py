@@ -1,9 +1,8 @@
 """A pytest plugin for mlx-lm's own tests: it applies this package's patches first.
 
-The tests have their own model providers; this module adds the attributes of the plugin's provider.
-The tests load models without a server; this module gives caches to each model that does not make
-its own. These are stock's caches if `KVPERSIST_CACHES` is "stock", otherwise the plugin's quantized
-caches in the default precision. The plugin's batch generator also replaces the class in
+The tests' model providers get the attributes of the plugin's provider. A model that does not make
+its own caches gets stock's caches if `KVPERSIST_CACHES` is "stock", otherwise the plugin's
+quantized caches in the default precision. The plugin's batch generator also replaces the class in
 `mlx_lm.generate`.
 """
 
@@ -36,7 +35,6 @@ _stock_load = utils.load
 
 
 def load(*args: Any, **kwargs: Any) -> Any:
-    """Load as stock does; a model that does not make its own caches gets this module's caches."""
     model, tokenizer, *rest = _stock_load(*args, **kwargs)
     if not hasattr(type(model), "make_cache"):
         support = ModelSupport(lambda: None)

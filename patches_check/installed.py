@@ -44,7 +44,6 @@ class Report:
 
     @property
     def failures(self) -> list[str]:
-        """A line for each fault."""
         checks = [self.versions, *self.patches, self.startup, self.round_trip]
         checks.append(self.conversation_check)
         lines = [f"{one.name}: {one.found}" for one in checks if one and not one.passed]
@@ -61,7 +60,7 @@ class Report:
 
 
 def examine(patches: Sequence[Patch] = PATCHES, *, with_conversation: bool = False) -> Report:
-    """Check the installed mlx-lm; `with_conversation` also starts and kills servers."""
+    """`with_conversation` also starts and kills servers."""
     report = Report(
         versions.installed("mlx-lm"),
         versions.installed("mlx"),
@@ -88,7 +87,7 @@ def converse(report: Report) -> None:
 
 
 def print_report(report: Report) -> None:
-    """Print a report as tables; faults come last, in full."""
+    """Faults come last, in full."""
     out = console()
     measured = "" if report.measured else " (not measured)"
     out.print(

@@ -37,7 +37,6 @@ class Found:
 
 
 def cache_classes() -> list[Found]:
-    """Return every cache class of mlx-lm, and how it is stored."""
     found = []
     for module, tree in _modules().items():
         for node in tree.body:
@@ -93,7 +92,6 @@ def bindings(patches: Iterable[Patch]) -> list[Found]:
 
 @lru_cache(maxsize=1)
 def _modules() -> dict[str, ast.Module]:
-    """Return the source of every module of mlx_lm, parsed."""
     spec = importlib.util.find_spec("mlx_lm")
     assert spec is not None and spec.submodule_search_locations
     folder = Path(spec.submodule_search_locations[0])
@@ -106,7 +104,6 @@ def _modules() -> dict[str, ast.Module]:
 
 
 def _imports() -> Iterator[tuple[str, str]]:
-    """Yield every module with each name that it imports from another module."""
     for module, tree in _modules().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom):

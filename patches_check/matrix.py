@@ -27,7 +27,7 @@ ROWS = Path(__file__).with_name("versions.toml")
 EXPECTATIONS = ("serves", "refused", "reported")
 NEWEST, NEXT = "newest", "next"
 ROW_S = 1800.0
-"""How long a row may take: its downloads, its checks and its servers."""
+"""The time limit of a row: its downloads, its checks and its servers."""
 _IS_MAC = sys.platform == "darwin"
 _OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
@@ -48,13 +48,12 @@ class Row:
     """A folder to install mlx-lm from, instead of a version."""
 
     def to_json(self) -> dict[str, str]:
-        """Return the row with the names of `versions.toml`, for CI services."""
+        """Return the row for CI services, with the names of `versions.toml`."""
         row = {"mlx-lm": self.mlx_lm, "mlx": self.mlx}
         return {**row, "python": self.python, "expect": self.expect}
 
     @property
     def requirement(self) -> str:
-        """The installer's requirement for mlx-lm."""
         if self.checkout:
             return f"mlx-lm @ {Path(self.checkout).resolve().as_uri()}"
         if self.mlx_lm == NEXT:
@@ -86,7 +85,7 @@ class Outcome:
 
 
 def rows(path: Path = ROWS) -> list[Row]:
-    """Return the rows of a file; on a Mac, without rows whose mlx is too old there.
+    """On a Mac, leave out rows that serve elsewhere but whose mlx is too old there.
 
     Raises ValueError for an invalid row.
     """
@@ -111,7 +110,6 @@ def _is_too_old(mlx: str) -> bool:
 
 
 def newest_serving() -> str:
-    """Return the newest mlx-lm of the rows that are expected to serve."""
     serving = [row.mlx_lm for row in rows() if row.expect == "serves"]
     return max(serving, key=lambda version: [*map(int, version.split("."))])
 
@@ -119,9 +117,9 @@ def newest_serving() -> str:
 def run(
     numbers: Sequence[int] | None = None, checkout: Path | None = None, folder: Path | None = None
 ) -> list[Outcome]:
-    """Check rows and print their results; `numbers` selects rows, counted from 1 (default: all).
+    """`numbers` selects rows, counted from 1 (default: all).
 
-    A checkout of mlx-lm is one more row. Environments in `folder` are kept for inspection.
+    A `checkout` of mlx-lm is one more row. Environments in `folder` are kept for inspection.
     """
     chosen = [row for n, row in enumerate(rows(), 1) if not numbers or n in numbers]
     if checkout is not None:
@@ -184,11 +182,10 @@ def _check(row: Row, folder: Path, wheel: Path, *, keep: bool) -> Outcome:
 
 
 def make_environment(row: Row, folder: Path, wheel: Path) -> Path | None:
-    """Make a row's environment with the wheel in it; return its Python.
+    """Make a row's environment with the wheel; return its Python, or None without such an mlx-lm.
 
-    Rows that serve are installed within the bounds of the package. For other rows the bounds are
-    overridden, because these rows try versions outside of them. Returns None if there is no such
-    mlx-lm.
+    Rows that serve are installed within the package's bounds. Other rows override the bounds,
+    because they try versions outside of them.
     """
     uv("venv", "--quiet", "--clear", "--python", row.python, folder)
     python = folder / "bin" / "python"
@@ -218,11 +215,11 @@ def make_environment(row: Row, folder: Path, wheel: Path) -> Path | None:
 
 
 def python_with(version: str, folder: Path) -> Path:
-    """Return a Python that has a version of mlx-lm: this Python, or a new environment's.
+    """Return this Python if it has the version of mlx-lm, otherwise a new environment's.
 
-    The new environment follows the first row of `versions.toml` that serves with that mlx-lm, so
-    mlx is old there. The Python has the version of this Python or of the row, whichever is newer.
-    Raises RowFailed if the environment cannot be made.
+    The environment follows the first row of `versions.toml` that serves with that mlx-lm, so its
+    mlx is old. It has the Python version of this process or of the row, whichever is newer. Raises
+    RowFailed if the environment cannot be made.
     """
     if version == versions.installed("mlx-lm"):
         return Path(sys.executable)
@@ -236,7 +233,6 @@ def python_with(version: str, folder: Path) -> Path:
 
 
 def _report(python: Path) -> dict[str, Any]:
-    """Run all checks with a row's Python; return what they print."""
     done = _in_row([python, "-m", "patches_check", "--json", "--conversation"], REPOSITORY)
     try:
         report: dict[str, Any] = json.loads(done.stdout)
@@ -246,7 +242,7 @@ def _report(python: Path) -> dict[str, Any]:
 
 
 def refusal(python: Path, folder: Path) -> dict[str, Any]:
-    """Start the server, as users do; return whether it was refused, and its message."""
+    """Start the server as users do. Return whether it was refused, and its message."""
     command: list[str | Path] = [python, "-m", "mlx_lm", "server", "--plugin", "kvpersist"]
     done = _in_row([*command, "--model", folder], folder)
     said = done.stderr.strip().splitlines()[-1:] or ["nothing"]
@@ -255,13 +251,12 @@ def refusal(python: Path, folder: Path) -> dict[str, Any]:
 
 
 def commit(checkout: Path) -> str:
-    """Return the commit of a checkout."""
     done = _in_row(["git", "rev-parse", "--short=10", "HEAD"], checkout)
     return f"git {done.stdout.strip()}" if done.returncode == 0 else "a folder"
 
 
 def uv(*command: str | Path) -> None:
-    """Run uv; raises RowFailed with its output."""
+    """Raises RowFailed with uv's output."""
     program = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.defpath}")
     program = program or shutil.which("uv")
     if program is None:
@@ -287,7 +282,7 @@ def _in_row(command: Sequence[str | Path], folder: Path) -> subprocess.Completed
 
 
 def _environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a row's processes, which must not find this environment."""
+    """Return the variables without those by which a row's process finds this environment."""
     return {name: value for name, value in variables.items() if name not in _OWN_VARIABLES}
 
 
@@ -296,7 +291,6 @@ def _end(done: subprocess.CompletedProcess[str], n_lines: int = 8) -> str:
 
 
 def line(outcome: Outcome) -> str:
-    """Return an outcome as one line."""
     mark = "ok  " if outcome.is_expected else "FAIL"
     says = f": {outcome.says}" if outcome.says else ""
     return (
@@ -306,7 +300,6 @@ def line(outcome: Outcome) -> str:
 
 
 def print_outcomes(outcomes: Sequence[Outcome]) -> None:
-    """Print the matrix as a table, and the failures in full."""
     columns = ["mlx-lm", "mlx", "python", "expected", "result", "patches", "reused after kill -9"]
     rows = [
         [

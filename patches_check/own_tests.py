@@ -25,7 +25,6 @@ from .matrix import REPOSITORY, RowFailed, python_with, uv
 VERSIONS = ("0.31.3", "0.32.2")
 MODULES = ("test_server.py", "test_generate.py", "test_prompt_cache.py")
 MODEL = "mlx-community/Qwen1.5-0.5B-Chat-4bit"
-"""The model that the tests load."""
 LEFT_OUT = {
     "test_server.py::TestLRUPromptCache::test_lru": "A fetch that leaves no token to compute ends "
     "the generation thread, so our fetch leaves one token.",
@@ -61,7 +60,7 @@ _TESTS_S = 600.0
 
 
 def run() -> list[str]:
-    """Run the tests with each version, and print each result; return a line for each failure."""
+    """Run the tests with each version; return a line for each failure."""
     failures = []
     with tempfile.TemporaryDirectory(prefix="own-tests-") as temporary:
         folder = Path(temporary)
@@ -81,7 +80,7 @@ def run() -> list[str]:
 
 
 def _prepare(version: str, folder: Path) -> tuple[Path, Path]:
-    """Return the Python of an environment with a version of mlx-lm, and the folder of its tests."""
+    """Return an environment's Python, and the folder of the version's tests."""
     python = python_with(version, folder)
     if python != Path(sys.executable):
         uv("pip", "install", "--quiet", "--python", python, "pytest", "requests")
@@ -89,7 +88,7 @@ def _prepare(version: str, folder: Path) -> tuple[Path, Path]:
 
 
 def _run(version: str, caches: str, python: Path, tests: Path, hub: Path) -> str:
-    """Run the tests of a version over caches of one kind; return pytest's last line."""
+    """Return pytest's last line."""
     left_out = [*LEFT_OUT, *FAIL_IN_STOCK.get(version, ())]
     if caches == "quantized":
         left_out += QUANTIZED
@@ -131,7 +130,7 @@ def own_tests(version: str, folder: Path) -> Path:
 
 
 def stand_in(hub: Path) -> Path:
-    """Write a tiny model into the cache folder `hub`, under the name of `MODEL`; return `hub`."""
+    """Write a tiny model into the cache folder `hub`, under the name of `MODEL`."""
     repository = hub / f"models--{MODEL.replace('/', '--')}"
     folder = repository / "snapshots" / "tiny"
     # The same model for each run: some tests compare logits with a relative tolerance.

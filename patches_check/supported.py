@@ -22,7 +22,6 @@ Version = tuple[int, ...]
 
 
 def save(outcomes: Sequence[Outcome], path: Path = PATH) -> None:
-    """Write the results of a run of the matrix."""
     found = {
         "measured": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "platform": f"{platform.system()} {platform.machine()}",
@@ -32,7 +31,6 @@ def save(outcomes: Sequence[Outcome], path: Path = PATH) -> None:
 
 
 def read(path: Path = PATH) -> dict[str, Any]:
-    """Return the results of a run of the matrix."""
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
 
@@ -84,7 +82,6 @@ def known_pairs(found: dict[str, Any]) -> str:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Return the table of docs/compatibility.md."""
     lines = [
         f"Run on {found['measured']}, {found['platform']}.",
         "",
@@ -125,7 +122,6 @@ def with_table(page: str, found: dict[str, Any]) -> str:
 
 
 def with_requirements(project: str, found: dict[str, Any]) -> str:
-    """Return pyproject.toml with the bounds of mlx-lm and mlx."""
     served = pairs(found)
     major, minor, _ = ceiling(found)
     oldest = text(min(mlx for each in served.values() for mlx in each))
@@ -144,7 +140,6 @@ WRITTEN: dict[str, Callable[[str, dict[str, Any]], str]] = {
 
 
 def write(found: dict[str, Any]) -> None:
-    """Write all files that follow from the matrix's results."""
     for name, renewed in WRITTEN.items():
         path = REPOSITORY / name
         path.write_text(renewed(path.read_text(encoding="utf-8"), found), encoding="utf-8")
