@@ -70,7 +70,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _facts(args: argparse.Namespace) -> int:
-    """Write the package's facts, or compare them with new facts; return 0 without failures."""
     from . import facts_file  # needs packages that only developers have
 
     if args.facts == "write":
@@ -87,14 +86,14 @@ def _facts(args: argparse.Namespace) -> int:
 def _in_processes(
     names: Sequence[str], jobs: int, run: Callable[[str], Finding]
 ) -> Iterator[Finding]:
-    """Test each model in its own process; yield each finding when its process ends."""
+    """Yield each finding when its model's process ends."""
     with ThreadPoolExecutor(jobs) as pool:
         for done in as_completed([pool.submit(run, name) for name in names]):
             yield done.result()
 
 
 def _in_a_process(name: str, *, unknown: bool = False) -> Finding:
-    """Test one model; a process that dies or hangs is a finding, too."""
+    """A process that dies or hangs is a finding, too."""
     command = [sys.executable, "-m", "models_check.one", name, *["unknown"] * unknown]
     try:
         run = subprocess.run(

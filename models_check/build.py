@@ -23,7 +23,7 @@ from .configs import CONFIGS, module_of
 _BIAS_STD = 0.1
 
 _HEAD_STD = 2.5
-"""Logits then have an entropy of 3 to 4 nats, and two logits are seldom nearly equal."""
+"""Logits then have an entropy of 3 to 4 nats, so two logits are seldom nearly equal."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,9 @@ class Tuning:
     """Parameters that differ between architectures.
 
     `embedding_std` is smaller if the embedding is tied to the head or multiplied; otherwise the
-    model would repeat the last token. `score_gain` multiplies the norms of queries and keys; it is
-    smaller if the architecture does not divide scores by the root of the head size. `gain` is the
-    ratio of output to input size in all other projections. `branch_gain` multiplies the norms after
-    attention and experts.
+    model would repeat the last token. `score_gain` multiplies the norms of queries and keys. It is
+    smaller if scores are not divided by the root of the head size. `gain` is the ratio of output to
+    input size in other projections. `branch_gain` multiplies the norms after attention and experts.
     """
 
     embedding_std: float = 0.6
@@ -73,13 +72,10 @@ _HEADS = ("lm_head", "embed_out", "output.weight")
 
 
 def build(name: str, seed: int = 0, config: Mapping[str, Any] | None = None) -> Any:
-    """Return a model of the zoo: float32, evaluated; equal arguments give equal weights.
+    """Return an evaluated float32 model of the zoo; equal arguments give equal weights.
 
-    `config` replaces entries of the zoo's configuration.
-
-    Raises:
-        KeyError: the zoo has no such name.
-        ImportError: the installed mlx-lm has no such module.
+    `config` replaces entries of the zoo's configuration. Raises KeyError if the zoo has no such
+    name, and ImportError if the installed mlx-lm has no such module.
     """
     config = {"model_type": module_of(name), **copy.deepcopy(CONFIGS[name]), **(config or {})}
     with standins.importable():
@@ -100,7 +96,6 @@ def build(name: str, seed: int = 0, config: Mapping[str, Any] | None = None) -> 
 
 
 def _draw(path: str, value: mx.array, tuning: Tuning, key: mx.array) -> mx.array:
-    """Return the weight that replaces `value`, which the architecture made."""
     *parents, leaf = path.split(".")
     parent = parents[-1] if parents else ""
     normal = mx.random.normal(value.shape, key=key)
@@ -129,7 +124,7 @@ def _draw(path: str, value: mx.array, tuning: Tuning, key: mx.array) -> mx.array
 
 
 def _special(path: str, leaf: str, value: mx.array, normal: mx.array) -> mx.array | None:
-    """Return the new value of a parameter of a recurrent or other special layer, or None."""
+    """Return the new value of a special parameter, or None."""
     if leaf == "A_log":  # [heads], or [channels, states]
         n = value.shape[-1] if value.ndim == 2 else value.size
         spread = mx.linspace(math.log(0.25), math.log(2.0), n)

@@ -32,7 +32,7 @@ class Comparison:
 
 
 def compare(reference: _Logprobs, logprobs: _Logprobs) -> Comparison:
-    """Compare log-probabilities [n, vocab] of a run with those of the reference, step by step."""
+    """Compare log-probabilities [n, vocab] step by step."""
     if reference.shape != logprobs.shape:
         return Comparison(float("inf"), abs(len(reference) - len(logprobs)))
     worst, n_other, n_ties = 0.0, 0, 0
@@ -51,7 +51,7 @@ def compare(reference: _Logprobs, logprobs: _Logprobs) -> Comparison:
 
 
 def worst(comparisons: list[Comparison]) -> Comparison:
-    """Return the largest difference and the summed counts of several comparisons."""
+    """Return the largest difference and the summed counts."""
     return Comparison(
         max((c.difference for c in comparisons), default=0.0),
         sum(c.n_other_tokens for c in comparisons),

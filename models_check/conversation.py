@@ -10,7 +10,7 @@ N_TURNS = 5
 N_REPLY = 10
 N_SYSTEM = 70
 N_STRANGER = 150
-"""Tokens of a prompt that has nothing to do with the conversation."""
+"""Tokens of an unrelated prompt."""
 
 _N_USER = (37, 52, 44, 61, 33)
 """Tokens of each user message: different numbers, and no multiple of a window. With the system
@@ -24,8 +24,6 @@ def random_ids(seed: int, n: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A system prompt, and the user's message of each turn."""
-
     system: list[int]
     users: list[list[int]]
 
@@ -35,17 +33,16 @@ class Conversation:
         return cls(random_ids(1000 * seed, N_SYSTEM), users)
 
     def segments(self, turn: int, replies: list[list[int]]) -> list[list[int]]:
-        """Return the prompt of a turn, cut as the server does: system prompt, and the rest."""
+        """Return a turn's prompt, cut as the server does: system prompt, and the rest."""
         rest: list[int] = []
         for user, reply in zip(self.users[:turn], replies[:turn], strict=True):
             rest += [*user, *reply]
         return [self.system, rest + self.users[turn]]
 
     def prompt(self, turn: int, replies: list[list[int]]) -> list[int]:
-        """Return the prompt of a turn in one piece."""
         return [token for segment in self.segments(turn, replies) for token in segment]
 
     def ending_differently(self, seed: int) -> Conversation:
-        """Return the same conversation with another last user message."""
+        """Change only the last user message."""
         last_user = random_ids(seed, len(self.users[-1]) + seed % 17)
         return Conversation(self.system, [*self.users[:-1], last_user])

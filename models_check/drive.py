@@ -1,8 +1,7 @@
 """Generate as the stock server does, without HTTP: in its batch generator, or one by one.
 
 Every sequence is cut into segments. As in the server, caches are saved at the end of each segment
-and of the reply. A reply's tokens can be prescribed. Then all runs of a prompt have the same
-tokens, and can be compared even after a near tie.
+and of the reply. If a reply's tokens are prescribed, runs can be compared even after a near tie.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ class Row:
         return [token for segment in self.segments for token in segment]
 
     def rest(self) -> list[list[int]]:
-        """Return the segments, without the tokens that are in the caches."""
         rest, n_cached = [], self.n_cached
         for segment in self.segments:
             if n_cached < len(segment):
@@ -68,7 +66,6 @@ class Reply:
 
 
 def can_batch(caches: Sequence[Any]) -> bool:
-    """Say whether stock batches sequences with such caches."""
     return all(hasattr(cache, "merge") for cache in caches)
 
 
@@ -80,11 +77,11 @@ def generate(
     joint: bool = True,
     padded: bool = False,
 ) -> list[Reply]:
-    """Generate all replies: in one batch if `batches` and the caches allow it, else one by one.
+    """Generate in one batch if `batches` and the caches allow it, else one by one.
 
-    In a batch the prompts are computed one by one, as in our server; if `padded`, together and
-    padded on the right, as in stock. If not `joint`, the other prompts come when the first reply
-    has begun.
+    A batch computes its prompts one by one, as our server does. If `padded`, it computes them
+    together and pads them on the right, as stock does. If not `joint`, the other prompts come when
+    the first reply has begun.
     """
     if not batches or not all(can_batch(row.caches) for row in rows):
         return [_single(model, row) for row in rows]
@@ -97,7 +94,7 @@ def generate(
 
 
 def alone(model: Any, row: Row, batches: bool = True) -> Reply:
-    """Generate one reply, as the server does without other requests."""
+    """Generate one reply without other requests."""
     return generate(model, [row], batches)[0]
 
 
@@ -128,8 +125,6 @@ def _in_a_batch(generator: Any, rows: Sequence[Row], n_at_once: int) -> list[Rep
 
 @dataclass
 class _Run:
-    """A row in the batch generator, under the generator's `uid`."""
-
     uid: int
     row: Row
     n_segments: int
@@ -139,7 +134,6 @@ class _Run:
     reply: Reply | None = None
 
     def take(self, response: Any) -> None:
-        """Take one token; save the caches after the last token."""
         self.ids.append(int(response.token))
         self.logprobs.append(np.array(response.logprobs.astype(mx.float32)))
         if response.finish_reason is not None:
@@ -177,9 +171,9 @@ def _single(model: Any, row: Row) -> Reply:
 
 
 def plainly(model: Any, row: Row, *, at_once: bool = False) -> Reply:
-    """Generate without mlx-lm's generators, cutting the prompt as mlx-lm's batch generator does.
+    """Generate without mlx-lm's generators, but cut the prompt as its batch generator does.
 
-    If `at_once`, cut the prompt as mlx-lm does for a single request: before the last token.
+    If `at_once`, cut it only before the last token, as mlx-lm does for a single request.
     """
     segments = row.rest()
     if at_once:

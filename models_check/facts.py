@@ -51,7 +51,6 @@ _SIZES = ((3, 4), (40, 9), (258, 5))
 are longer than the zoo's windows. One is longer than a block, so its first block is quantized."""
 
 _NEXT_IDS = (7, 11, 13)
-"""The reply to every prompt."""
 
 _MORE_PADDING = 2
 """Padding after the longest prompt of a joint call, so that a lone short prompt is padded, too."""
@@ -72,7 +71,7 @@ class Evaluated:
     refused: str = ""
 
     def shows(self, fact: str) -> bool | None:
-        """Return whether a fact is true for the model; None if it is unknown."""
+        """Return None if the fact is unknown."""
         differences = [x for name, x in self.differences.items() if name.split(",")[0] == fact]
         return all(x <= TOLERANCE for x in differences) if differences else None  # False for nan
 
@@ -120,7 +119,7 @@ def evaluated(model: Any) -> Evaluated:
 
 
 def packed(model: Any, spec: ModelCacheSpec) -> ModelCacheSpec:
-    """Return a spec whose groups attend over packed keys, if tracing shows that they can."""
+    """Let groups attend over packed keys if tracing shows that they can."""
     template, plans = spec.make_cache(), {}
     slots = slots_of(template)
     for group in spec.quantized:
@@ -140,7 +139,6 @@ class Runs:
 
     @cached_property
     def _firsts(self) -> list[list[Any]]:
-        """Caches of the first tokens of each prompt."""
         firsts = []
         for first, _ in _prompts():
             firsts.append(self.spec.make_cache())
@@ -149,17 +147,16 @@ class Runs:
 
     @cached_property
     def alone(self) -> Logits:
-        """The logits of each prompt and its reply computed alone."""
+        """The logits of each prompt and its reply, computed without other prompts."""
         return [_reply(self.model, caches)[0] for caches in self._computed()]
 
     def _computed(self) -> Iterator[list[Any]]:
-        """Yield the caches of each prompt."""
         for caches, (_, last) in zip(copy.deepcopy(self._firsts), _prompts(), strict=True):
             _compute(self.model, caches, last)
             yield caches
 
     def decoded_together(self) -> Logits:
-        """Compute the prompts alone, and decode their replies in one batch, as the server does."""
+        """Compute the prompts alone, and decode their replies in one batch."""
         batch = [_merged(caches) for caches in zip(*self._computed(), strict=True)]
         logits = list(_reply(self.model, batch, len(_SIZES)))
         for cache in batch:
@@ -167,7 +164,7 @@ class Runs:
         return logits
 
     def computed_together(self) -> Logits:
-        """Compute the last tokens of all prompts in one call, and decode the replies alone.
+        """Compute the prompts' last tokens in one call, and decode the replies alone.
 
         Raises ValueError if caches of these classes are not joined.
         """
@@ -183,14 +180,13 @@ class Runs:
         return [_reply(self.model, caches)[0] for caches in rows]
 
     def difference(self, run: Callable[[], Logits]) -> float:
-        """Return the difference between the logits of a run and of each prompt alone."""
         return _difference(self.alone, run)
 
 
 def difference_of_restored(model: Any, spec: ModelCacheSpec) -> float:
-    """Return the difference between logits over restored caches and over the original caches.
+    """Compare logits over restored caches with logits over the original caches.
 
-    Another prompt is computed before, so logits differ if a model keeps state outside its caches.
+    Another prompt is computed then, so logits differ if a model keeps state outside its caches.
     """
     ids = random_ids(31, _N_RESTORED)
     caches = spec.make_cache()
@@ -202,7 +198,7 @@ def difference_of_restored(model: Any, spec: ModelCacheSpec) -> float:
 
 
 def _restored(spec: ModelCacheSpec, caches: Sequence[Any]) -> list[Any]:
-    """Return caches of the same tokens that were cut into blocks and joined, as by a restore."""
+    """Return caches that were cut into blocks and joined, as by a restore."""
     n_tokens = _N_RESTORED
     starts = {
         window: max(first_cached(spec, window, caches), n_tokens - window)
@@ -226,7 +222,6 @@ def _prompts() -> list[tuple[list[int], list[int]]]:
 
 
 def _compute(model: Any, caches: list[Any], ids: Sequence[int]) -> None:
-    """Compute tokens of one prompt, at most a block at a time."""
     for start in range(0, len(ids), GRID):
         mx.eval(model(mx.array([ids[start : start + GRID]], mx.int32), cache=caches))
 
@@ -237,7 +232,7 @@ def _merged(caches: Sequence[Any]) -> Any:
 
 
 def _reply(model: Any, caches: list[Any], n_rows: int = 1) -> mx.array:
-    """Decode the reply; return its logits [rows, n, vocab]."""
+    """Return the reply's logits [rows, n, vocab]."""
     steps = []
     for token in _NEXT_IDS:
         steps.append(model(mx.full((n_rows, 1), token, mx.int32), cache=caches)[:, -1])
@@ -246,9 +241,9 @@ def _reply(model: Any, caches: list[Any], n_rows: int = 1) -> mx.array:
 
 
 def _difference(expected: Logits, run: Callable[[], Logits]) -> float:
-    """Return the largest difference between a run's logits and the expected logits.
+    """Return the largest difference of logits, as a share of their spread (root mean squares).
 
-    The difference is a share of the logits' spread (root mean squares); infinity if the run raises.
+    The difference is infinity if the run raises.
     """
     try:
         return max(_apart(right, logits) for right, logits in zip(expected, run(), strict=True))

@@ -32,7 +32,7 @@ _ABOUT = (
 )
 _EVALUATION_S = 1800.0
 _NEAR = 10
-"""A difference within this factor of the tolerance is printed: it could cross the tolerance."""
+"""A difference within this factor of the tolerance is printed."""
 
 
 def proven() -> list[str]:
@@ -41,7 +41,7 @@ def proven() -> list[str]:
 
 
 def write(jobs: int, seed: int) -> list[str]:
-    """Evaluate the zoo with every version and write the file; return a line for each failure."""
+    """Evaluate the zoo with every version; return a line for each failure."""
     by_version, failures = _evaluated(proven(), jobs, seed)
     if not failures:
         spec.FILE.write_text(written(by_version), encoding="utf-8")
@@ -50,7 +50,7 @@ def write(jobs: int, seed: int) -> list[str]:
 
 
 def check(jobs: int, seed: int, *, every_version: bool) -> list[str]:
-    """Compare the file with the oldest and newest version, or with all; return the differences."""
+    """Compare the file with the oldest and newest version, or with all versions."""
     chosen = proven() if every_version else [proven()[0], proven()[-1]]
     by_version, failures = _evaluated(chosen, jobs, seed)
     if (in_file := sorted(spec.known())) != proven():
@@ -59,7 +59,7 @@ def check(jobs: int, seed: int, *, every_version: bool) -> list[str]:
 
 
 def written(by_version: Mapping[str, Facts]) -> str:
-    """Return the file's text for the facts by version: one line for each architecture.
+    """Return the file's text, a line for each architecture.
 
     The newest version has all its facts, each older version only its differences.
     """
@@ -90,7 +90,6 @@ def _rows(facts: Facts, n_spaces: int) -> str:
 
 
 def differences(by_version: Mapping[str, Facts]) -> list[str]:
-    """Return a line for each architecture whose facts differ from the file's, by version."""
     lines = []
     for version, facts in by_version.items():
         shipped = spec.known().get(version, {})
@@ -104,7 +103,6 @@ def differences(by_version: Mapping[str, Facts]) -> list[str]:
 
 
 def _evaluated(chosen: Sequence[str], jobs: int, seed: int) -> tuple[dict[str, Facts], list[str]]:
-    """Evaluate the zoo with each version, and print a line for it; return facts and failures."""
     by_version: dict[str, Facts] = {}
     failures: list[str] = []
     with tempfile.TemporaryDirectory(prefix="facts-") as folder:

@@ -14,7 +14,7 @@ from mlx_lm_kvpersist.cache.live.packed import GRID
 
 
 def describe_caches(caches: Sequence[Any]) -> str:
-    """Return the model's own caches by kind, such as "2 full, 1 sliding 16"."""
+    """Return the caches by kind, such as "2 full, 1 sliding 16"."""
     counts = Counter(_kind(cache) for cache in caches)
     return ", ".join(f"{n} {kind}" for kind, n in counts.items())
 
@@ -30,8 +30,7 @@ def _kind(cache: Any) -> str:
 
 
 def describe_precisions(spec: ModelCacheSpec) -> str:
-    """Return the number of slots by kind and precision, such as "2 full 4b32, 1 sliding
-    float32"."""
+    """Return the slots by kind and precision, such as "2 full 4b32, 1 sliding float32"."""
     counts: Counter[str] = Counter()
     for group in spec.groups:
         counts[f"{group.kind.value} {group.precision or _own(group)}"] += len(group.slots)
@@ -45,7 +44,7 @@ def _own(group: LayerGroup) -> str:
 
 
 def describe_reuse(reused: Mapping[int, int]) -> str:
-    """Return how many stored tokens can be reused, by the position at which a prompt diverges."""
+    """`reused` maps the position at which a prompt diverges to the number of reused tokens."""
     if all(n == place for place, n in reused.items()):
         return "anywhere"
     if not any(reused.values()):

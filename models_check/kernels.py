@@ -39,7 +39,7 @@ def norm_add_norm(
     post_eps: float,
     next_norm: Any | None,
 ) -> tuple[mx.array, mx.array | None]:
-    """Add a normalized branch to the stream; return the stream, plain and normalized."""
+    """Return the stream with the branch added, plain and normalized."""
     scaled = branch if post_weight is None else post_weight.astype(branch.dtype) * branch
     stream = alpha * stream + beta * mx.fast.rms_norm(scaled, None, post_eps)
     if next_norm is None:
@@ -48,14 +48,12 @@ def norm_add_norm(
 
 
 def pre_norm(stream: mx.array, norm: Any, *, dtype: mx.Dtype) -> mx.array:
-    """Return the normalized stream."""
     return mx.fast.rms_norm(stream, norm.weight.astype(stream.dtype), norm.eps).astype(dtype)
 
 
 def post_expert_norm_combine(
     experts: mx.array, weights: mx.array, *, norm_weight: mx.array, eps: float
 ) -> mx.array:
-    """Return the weighted sum of the normed outputs of experts."""
     normed = mx.fast.rms_norm(experts * norm_weight, None, eps)
     return (normed * weights[..., None]).sum(axis=-2).astype(experts.dtype)
 
@@ -83,7 +81,6 @@ def qk_norm(
 def qk_norm_rope(
     qkvg: mx.array, *, rope_base: float, offset: int | mx.array, **kwargs: Any
 ) -> list[mx.array]:
-    """Return the result of `qk_norm`, rotated."""
     n_tokens, head_dim = qkvg.shape[1], kwargs["head_dim"]
     first = mx.array(offset).reshape(-1, 1).astype(mx.float32)
     places = first + mx.arange(n_tokens, dtype=mx.float32)

@@ -73,12 +73,11 @@ _KINDS = {
     "chunked": "chunked attention",
     "recurrent": "recurrent states",
 }
-"""The kinds of caches in a description of a model's caches, and their names on the page."""
+"""The kinds of caches in a description, and their names on the page."""
 _BY_BLOCKS = "by blocks"
 
 
 def line(finding: Finding) -> str:
-    """Return one line for the terminal."""
     worst = max(finding.differences.values(), default=0.0)
     numbers = f"{worst:8.1e}" if finding.differences else " " * 8
     what = finding.reason or f"{finding.precisions}; reusable {finding.reusable}"
@@ -89,7 +88,6 @@ def line(finding: Finding) -> str:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Return the number of names by result."""
     counts = Counter(finding.result for finding in findings)
     modules = len({module_of(finding.name) for finding in findings})
     results = ", ".join(f"{n} {result}" for result, n in sorted(counts.items()))
@@ -97,7 +95,6 @@ def summary(findings: Sequence[Finding]) -> str:
 
 
 def page(findings: Sequence[Finding]) -> str:
-    """Return docs/models.md."""
     reasons = [f"- `{finding.name}`: {finding.reason}." for finding in findings if finding.reason]
     excused = [
         f"- `{finding.name}`: {_excuse(finding)}." for finding in findings if finding.excused
@@ -129,7 +126,7 @@ def page(findings: Sequence[Finding]) -> str:
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """Return a table with a row for each way of storing; most models first."""
+    """Return a table with a row for each way of storing, the most frequent first."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for finding in findings:
         if finding.result == "equal":
@@ -144,7 +141,6 @@ def table(findings: Sequence[Finding]) -> str:
 
 
 def _layers(caches: str) -> str:
-    """Return the kinds of caches in a description such as "1 sliding 16, 1 full"."""
     return ", ".join(shown for kind, shown in _KINDS.items() if kind in caches)
 
 

@@ -18,8 +18,7 @@ from mlx_lm_kvpersist.cache.live.packed import GRID, as_it_came, prepared
 def rounded(own: list[Any], ours: Sequence[Any]) -> list[Any]:
     """Make the model's `own` caches round keys and values as `ours` do, and return them.
 
-    Raises:
-        ValueError: the two lists have different structures.
+    Raises ValueError if the two lists have different structures.
     """
     pairs = zip(slots_of(own), slots_of(ours), strict=True)
     for cache, our in pairs:
@@ -30,7 +29,7 @@ def rounded(own: list[Any], ours: Sequence[Any]) -> list[Any]:
 
 
 def _round_older(cache: Any, precision: Any) -> None:
-    """Make a KVCache return all blocks of the grid rounded, except the last token's block."""
+    """Make a KVCache return rounded blocks, except the last token's block."""
     # From mlx-lm 0.32.0 on, a fetch returns `keys_and_values`, and models call that method, too.
     name = "keys_and_values" if hasattr(cache, "keys_and_values") else "update_and_fetch"
     fetch = getattr(cache, name)

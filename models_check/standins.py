@@ -22,7 +22,6 @@ def _are_needed() -> bool:
 
 @contextlib.contextmanager
 def importable() -> Iterator[None]:
-    """Let modules that define Metal kernels be imported while the block runs."""
     if mx.metal.is_available():
         yield
         return
@@ -39,7 +38,6 @@ def _no_kernel(**_: Any) -> None:
 
 
 def put_in(module: Any) -> None:
-    """Replace the functions that launch kernels in an architecture's module."""
     if module.__name__.endswith(".muse_spark") and _are_needed():
         for name, function in vars(kernels).items():
             if callable(function) and hasattr(module, name):
@@ -47,7 +45,7 @@ def put_in(module: Any) -> None:
 
 
 def replace_layers(model: Any) -> None:
-    """Replace bitnet's linear layers, which use a Metal kernel, by plain layers."""
+    """Replace bitnet's linear layers, which use a Metal kernel."""
     if not _are_needed():
         return
     replaced = [

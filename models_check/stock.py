@@ -24,8 +24,7 @@ class StockFails(Exception):
 def batches_right(model: Any) -> str:
     """Say whether two prompts get the same replies in a batch as alone, with stock's caches.
 
-    Raises:
-        StockFails: a prompt alone fails, or the next turn over its caches fails.
+    Raises StockFails if a prompt alone fails, or the next turn over its caches.
     """
     prompts = [random_ids(5, 90), random_ids(6, N_STRANGER)]
     try:
@@ -55,7 +54,7 @@ def _together(model: Any, prompts: list[list[int]], single: list[Reply], joint: 
 
 
 def difference_of_pieces(model: Any, segments: list[list[int]], reply: list[int]) -> float:
-    """Return the difference of logits between a prompt computed in its segments and at once."""
+    """Compare the logits of a prompt computed in its segments and at once."""
     all_ids = [token for segment in segments for token in segment]
     pieces, at_once = (
         plainly(model, Row(prompt, make_prompt_cache(model), reply=reply))

@@ -45,7 +45,7 @@ class StoredModel:
     def row(
         self, segments: list[list[int]], n_new: int, reply: list[int] | None, session: str = "zoo"
     ) -> Row:
-        """Look a prompt up and return it ready to run; its new tokens will be saved."""
+        """Look a prompt up. The returned row saves its new tokens."""
         ids = [token for segment in segments for token in segment]
         types = ["system", "user"][: len(segments)]
         reuse = restored(Prompt(ids, segments, types), self.loaded, self.store)
@@ -70,5 +70,4 @@ class StoredModel:
 
 
 def restored(prompt: Prompt, loaded: LoadedModel, store: BlockStore) -> Reuse:
-    """Return the caches that the store restores for a prompt."""
     return Lookup(prompt, loaded.root, store, loaded).restore()

@@ -39,7 +39,7 @@ from .stock import StockFails, batches_right, difference_of_pieces
 from .stored import StoredModel
 
 _RESTARTS = (2, 4)
-"""The store is reopened before these turns: one in the middle, and the last."""
+"""The store is reopened before these turns."""
 
 _N_MORE = 6
 
@@ -78,9 +78,9 @@ class Finding:
 
 
 def sweep(name: str, seed: int = 0, *, unknown: bool = False) -> Finding:
-    """Return the finding about one model of the zoo. An error is a finding, too.
+    """Test one model of the zoo. An error is a finding, too.
 
-    The facts that ship with the package apply; with `unknown`, no facts apply.
+    `unknown`: ignore the facts that ship with the package.
     """
     finding = Finding(name)
     started = time.perf_counter()
@@ -106,11 +106,10 @@ def sweep(name: str, seed: int = 0, *, unknown: bool = False) -> Finding:
 
 
 def served(model: Any, *, unknown: bool = False) -> ModelCacheSpec:
-    """Return how the server stores a model by the shipped facts; with `unknown`, without facts.
-    Attention always reads packed keys if the facts allow it, not only if that is faster.
+    """Return how the server stores a model; with `unknown`, without the shipped facts.
 
-    Raises:
-        ModelNotSupported: the plugin refuses a cache class, or the facts refuse the model.
+    Attention reads packed keys if the facts allow it, not only if that is faster. Raises
+    ModelNotSupported if the plugin refuses a cache class, or the facts refuse the model.
     """
     facts = None if unknown else architecture_of(model)
     spec = spec_of(model, QUANTIZED, facts)
@@ -120,8 +119,6 @@ def served(model: Any, *, unknown: bool = False) -> ModelCacheSpec:
 
 
 class _Sweep:
-    """The runs that are compared, for one model that the plugin supports."""
-
     def __init__(self, model: Any, spec: ModelCacheSpec, folder: Path, finding: Finding) -> None:
         self.model, self.spec, self.folder, self.finding = model, spec, folder, finding
         self.talk = Conversation.make()
@@ -154,15 +151,14 @@ class _Sweep:
         n_turns: int,
         replies: list[list[int]] | None = None,
     ) -> list[Reply]:
-        """Have a conversation with one set of our caches, carried from turn to turn."""
+        """Carry one set of our caches from turn to turn."""
         answer = partial(alone, batches=self.spec.batches)
         return _hold(self.model, talk, n_turns, answer, self.spec.make_cache(), replies)
 
     def _live(self, carried: list[Reply]) -> None:
         """Compare our caches with the model's own caches, which round as ours do.
 
-        The rest of the sweep compares our caches with each other, and would not see a fault that
-        all our caches share.
+        Other checks compare our caches with each other. They would miss a fault that all share.
         """
         own = rounded(make_prompt_cache(self.model), self.spec.make_cache())
         answer = partial(plainly, at_once=not self.spec.batches)
@@ -174,7 +170,7 @@ class _Sweep:
         self._check("live", comparison, stock_is_wrong=stock_is_wrong)
 
     def _check(self, what: str, comparison: Comparison, *, stock_is_wrong: bool = False) -> None:
-        """Note a comparison; a failure that stock's own caches show, too, is not a fault."""
+        """A failure that stock's own caches show, too, is not a fault."""
         self.finding.n_near_ties += comparison.n_near_ties
         if comparison.is_equal or not stock_is_wrong:
             self.finding.differences[what] = comparison.difference
@@ -201,7 +197,7 @@ class _Sweep:
         self._check("restored", worst(comparisons))
 
     def _ending(self, seed: int) -> _Ending:
-        """Return another last turn, and the reply that follows without any store."""
+        """Return another last turn, and its reply without a store."""
         segments = self.talk.ending_differently(seed).segments(N_TURNS - 1, self.replies)
         before = self._before_last
         row = Row(segments, copy.deepcopy(before.caches), len(before.tokens), N_REPLY)
@@ -209,11 +205,10 @@ class _Sweep:
 
     @cached_property
     def _before_last(self) -> Reply:
-        """The second-last turn; alternative last turns continue from its caches."""
+        """The second-last turn."""
         return self._carried(self.talk, N_TURNS - 1, self.replies[:-1])[-1]
 
     def _rewound(self, stored: StoredModel) -> None:
-        """Send another last turn, and compare the reply with a reply without a store."""
         ending = self._ending(77)
         stored.restart()
         reply = stored.answer(ending.segments, N_REPLY, ending.reply.ids)
@@ -235,11 +230,9 @@ class _Sweep:
         self._check("short", worst(comparisons), stock_is_wrong=self._pieces_matter())
 
     def _pieces_matter(self) -> bool:
-        """Say whether stock's own logits change if a prompt is computed in pieces."""
         return (self.finding.pieces or 0.0) > TOLERANCE
 
     def _cut_anywhere(self, stored: StoredModel) -> None:
-        """Send prompts that diverge from the stored conversation at many positions."""
         prompt = self.talk.prompt(N_TURNS - 1, self.replies)
         more = random_ids(9, _N_MORE)
         comparisons, places = [], _places(self.talk, prompt)
@@ -260,7 +253,7 @@ class _Sweep:
         return np.array(logits)
 
     def _in_batches(self, stored: StoredModel) -> None:
-        """Run alternative last turns in one batch with a new prompt, whose reply ends first."""
+        """The new prompt's reply ends first."""
         batches = self.spec.batches
         ids = random_ids(8, N_STRANGER)
         new = Row([ids], self.spec.make_cache(), n_new=N_REPLY // 2)
@@ -292,8 +285,6 @@ class _Sweep:
 
 @dataclass(frozen=True)
 class _Ending:
-    """The prompt of a turn, and the right reply."""
-
     segments: list[list[int]]
     reply: Reply
 
@@ -306,7 +297,7 @@ def _hold(
     caches: list[Any],
     replies: list[list[int]] | None,
 ) -> list[Reply]:
-    """Have a conversation over `caches`; a turn without one of `replies` generates its reply."""
+    """A turn without one of `replies` generates its reply."""
     reply_ids: list[list[int]] = []
     answers: list[Reply] = []
     n_cached = 0

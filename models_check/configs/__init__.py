@@ -40,19 +40,17 @@ _NOT_BEFORE = {"phi3small": (0, 32, 1)}
 
 
 def module_of(name: str) -> str:
-    """Return the module of `mlx_lm.models` to which a name of the zoo belongs."""
     return name.partition("/")[0]
 
 
 def installed_modules() -> list[str]:
-    """Return the names of all modules of the installed `mlx_lm.models`."""
     spec = importlib.util.find_spec("mlx_lm.models")
     assert spec is not None and spec.submodule_search_locations is not None
     return sorted(module.name for module in pkgutil.iter_modules(spec.submodule_search_locations))
 
 
 def available() -> list[str]:
-    """Return the names of the zoo whose module the installed mlx-lm has, and can run."""
+    """Return the zoo's names that the installed mlx-lm can run."""
     version = versions.parse(versions.installed("mlx-lm"))
     modules = {
         module for module in installed_modules() if version >= _NOT_BEFORE.get(module, version)

@@ -1,6 +1,6 @@
 """The sizes that the zoo's configurations share, under every name that mlx-lm has for them.
 
-Heads of 32 numbers, windows of 16 tokens: small, but enough for 4-bit groups and rotating caches. A
+Heads of 32 numbers and windows of 16 tokens are enough for 4-bit groups and rotating caches. A
 model takes the names it knows and ignores the others.
 """
 
@@ -69,5 +69,4 @@ FULL = "full_attention"
 
 
 def layers(*types: str) -> dict[str, Any]:
-    """Return a stack of layers of these types."""
     return {"layer_types": list(types), "num_hidden_layers": len(types)}
