@@ -1,9 +1,8 @@
 """A server whose work does not depend on a clock.
 
-It postpones no checkpoint, so `kill -9` loses nothing of a finished turn. It waits for the
-shared store even if a tiny model would compute a prompt faster.
-
-`launcher=AT_ONCE` starts it in place of `mlx_lm server`.
+It postpones no checkpoint, so `kill -9` loses nothing of a finished turn. It waits for the shared
+store even if a tiny model would compute a prompt faster. `launcher=AT_ONCE` starts it in place of
+`mlx_lm server`.
 """
 
 from __future__ import annotations

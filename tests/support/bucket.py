@@ -31,7 +31,7 @@ def install(folder: Path, *packages: str) -> Path:
 
 
 class Bucket:
-    """SeaweedFS, a real S3 server, from PyPI: clients need `environment`, and connect to `link`."""
+    """SeaweedFS, a real S3 server from PyPI. Clients need `environment`, and connect to `link`."""
 
     url = "s3://team/kv"
 
@@ -66,7 +66,7 @@ class Bucket:
         self._process = subprocess.Popen(self._command, stdout=self._log, stderr=self._log)
 
     def wait(self) -> None:
-        """Return when the server takes objects; this process needs `environment`."""
+        """This process needs `environment`."""
 
         def is_up() -> bool:
             try:
@@ -88,7 +88,7 @@ class Bucket:
 
 
 class Link:
-    """Forwards its own port to another port; all connections share `bytes_per_s`."""
+    """Forwards its own port to another port. All connections share `bytes_per_s`."""
 
     def __init__(self, to_port: int, bytes_per_s: float = float("inf")) -> None:
         self.bytes_per_s, self.port = bytes_per_s, 0

@@ -22,8 +22,6 @@ from .wire import Message, sent_for
 
 @dataclass(frozen=True)
 class ChatTurn:
-    """A request: its rendering, the fed ids, how much of them was stored, and the sent reply."""
-
     rendered: list[int]
     fed: list[int]
     n_reused: int
@@ -66,7 +64,6 @@ class Chat:
         return self.loaded.encode(text)
 
     def render(self, messages: Sequence[Message]) -> list[int]:
-        """Tokenize messages as the server does."""
         messages = copy.deepcopy(list(messages))
         process_message_content(messages)
         ids: list[int] = self.tokenizer.apply_chat_template(
@@ -82,7 +79,7 @@ class Chat:
         finish_reason: str = "stop",
         stop_words: Sequence[str] = (),
     ) -> ChatTurn:
-        """Send messages; the model produces the ids `reply`, with its end token."""
+        """`reply`: the ids that the model produces, with its end token."""
         rendered = self.render(messages)
         prompt = Prompt(rendered, [rendered], ["user"], messages)
         ids = computed = list(retokenize(prompt, self.root, self._store, self.loaded).ids)

@@ -41,7 +41,6 @@ def cache_folder() -> Path:
 
 
 def find() -> Chromium | None:
-    """Return the Chromium to test with, None if there is none."""
     for name in (*_INSTALLED, str(_ON_A_MAC)):
         if path := shutil.which(name):
             return Chromium(path)
@@ -57,7 +56,7 @@ def can_be_fetched() -> bool:
 
 
 def fetch() -> None:
-    """Put Chromium into the cache folder. Raises OSError or subprocess.CalledProcessError."""
+    """Raises OSError or subprocess.CalledProcessError."""
     target = cache_folder()
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as work:

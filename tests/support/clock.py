@@ -11,10 +11,9 @@ Result = TypeVar("Result")
 
 
 class Clock:
-    """Seconds that stand still until any thread sleeps or advances them.
+    """Seconds, for all threads, that stand still until a thread sleeps or advances them.
 
-    `monotonic`, `perf_counter` and `sleep` replace those of the module `time`. A thread that
-    sleeps moves the clock for all threads.
+    `monotonic`, `perf_counter` and `sleep` replace those of the module `time`.
     """
 
     def __init__(self) -> None:
@@ -44,7 +43,7 @@ class Clock:
         return made
 
     def waits_s(self) -> list[float]:
-        """Return how long the timed waits of conditions will still take, the shortest first."""
+        """Return the remaining seconds of the conditions' timed waits, the shortest first."""
         ends_s = [end_s for condition in self._conditions for end_s in condition.ends_s]
         return sorted(end_s - self._now_s for end_s in ends_s if end_s > self._now_s)
 

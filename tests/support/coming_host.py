@@ -68,7 +68,7 @@ _run_http_server.__defaults__ = (ThreadingHTTPServer, APIHandler)
 
 
 def change(server: ModuleType) -> None:
-    """Make these changes in an imported, unpatched `mlx_lm.server`."""
+    """`server`: an imported, unpatched `mlx_lm.server`."""
     exec(CHANGES, vars(server))
 
 

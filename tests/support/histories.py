@@ -43,7 +43,6 @@ def result(content: Any = "<r1>", call_id: Any = CLAUDE, **fields: Any) -> Messa
 
 
 def with_call(made: Any, call_id: Any = CLAUDE) -> list[Message]:
-    """Return a conversation with a call, its result, and an answer."""
     return [user(), calls(made), result(call_id=call_id), answer(), user("<u2>")]
 
 
@@ -163,11 +162,9 @@ HISTORIES: dict[str, list[Message]] = {
                                             "text": "<a1>"}]), user("<u2>")],
     "a text of null": [user([{"type": "text", "text": None}, {"type": "text", "text": "<u1>"}])],
 }  # fmt: skip
-"""Conversations by name."""
 
 
 def as_messages(history: list[Message]) -> dict[str, Any]:
-    """Return the body of Anthropic's Messages API for a conversation."""
     return {"max_tokens": 4, "messages": [_as_message(message) for message in history]}
 
 
@@ -196,7 +193,6 @@ def _parsed(arguments: Any) -> Any:
 
 
 def as_responses(history: list[Message]) -> dict[str, Any]:
-    """Return the body of OpenAI's Responses API for a conversation."""
     items: list[Message] = []
     for message in history:
         role, content = message["role"], message["content"]

@@ -78,7 +78,7 @@ class Environment:
     def run(
         self, *command: str | Path, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run a program as a user would; a bare name is a program in `bin`."""
+        """Run a program; a bare name is a program in `bin`."""
         program, *arguments = map(str, command)
         path = {"PYTHONPATH": self.path} if self.path else {}
         return subprocess.run(
@@ -131,14 +131,12 @@ class Environment:
         }
 
     def add_script(self, name: str, module: str) -> None:
-        """Write a console script as installers do."""
         path = self.bin / name
         path.write_text(SCRIPT.format(python=self.python, module=module), encoding="utf-8")
         path.chmod(0o755)
 
 
 def borrowed_packages() -> list[str]:
-    """Return the folders of mlx-lm, pluggy and the rest."""
     names = ("mlx-lm", "mlx", "pluggy", "rich")
     return list(dict.fromkeys(str(metadata.distribution(name).locate_file("")) for name in names))
 
@@ -157,7 +155,6 @@ def make_environment(folder: Path) -> Environment:
 
 @pytest.fixture(scope="session")
 def stock_environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """An environment that has mlx-lm and nothing of ours."""
     return make_environment(tmp_path_factory.mktemp("stock") / "venv")
 
 

@@ -27,7 +27,6 @@ class Pieces:
 
 
 def join(spec: ModelCacheSpec, pieces: Pieces, headroom: int, *, whole: bool = True) -> list[Any]:
-    """Return a prompt cache with the tokens of the pieces (see `Joiner`)."""
     windows = {
         window: sum(piece.stop - piece.start for piece in parts)
         for window, parts in pieces.windows.items()
@@ -45,5 +44,4 @@ def join(spec: ModelCacheSpec, pieces: Pieces, headroom: int, *, whole: bool = T
 
 
 def n_bytes(arrays: Arrays) -> int:
-    """Bytes of arrays by name."""
     return sum(int(array.nbytes) for array in arrays.values())

@@ -15,12 +15,10 @@ def openblas_env() -> dict[str, str]:
 
     MLX's wheel for Linux brings netlib's reference BLAS. OpenBLAS computes a matrix product on
     the CPU 15 to 45 times as fast, so the prefill of a real model takes seconds instead of minutes.
-    Preloading replaces the functions in the whole process; the variables must be set before Python
-    starts. With OpenBLAS a row's last bits can depend on how many rows are computed together, so
-    tests that compare every bit do not use it.
+    The variables must be set before Python starts. With OpenBLAS a row's last bits can depend on
+    how many rows are computed together, so tests that compare every bit do not use it.
 
-    Returns {} on a Mac, whose MLX has no BLAS of its own, and on Linux without OpenBLAS, with a
-    line on stderr.
+    Returns {} on a Mac, whose MLX has no BLAS of its own, and on Linux without OpenBLAS.
     """
     if sys.platform != "linux":
         return {}

@@ -10,7 +10,7 @@ import pytest
 
 
 def every_pair(*, indirect: Sequence[str] = (), **values: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrize a test with few combinations that have each pair of values of two parameters.
+    """Parametrize a test with a few combinations that contain each pair of values.
 
     All other combinations are slow. `indirect` names the parameters that are fixtures.
     """
@@ -24,9 +24,9 @@ def every_pair(*, indirect: Sequence[str] = (), **values: Sequence[Any]) -> pyte
 
 
 def pair_cover(sizes: Sequence[int]) -> set[int]:
-    """Return combinations that have each pair of values, by their number in the whole product.
+    """Return combinations that contain each pair of values, by their number in the product.
 
-    sizes: how many values each parameter has. Each step adds the case with the most new pairs.
+    sizes: the number of values of each parameter.
     """
     pairs = [
         {(i, j, case[i], case[j]) for i, j in combinations(range(len(sizes)), 2)}

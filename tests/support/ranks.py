@@ -61,7 +61,7 @@ class RankedServer(ServerProcess):
             self.env = own
 
     def env_of_rank(self, rank: int) -> dict[str, str]:
-        """Return the environment variables of one rank; none if the model has only one."""
+        """Return {} if the model has only one rank."""
         if self.n_ranks == 1:
             return {}
         threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -75,7 +75,6 @@ class RankedServer(ServerProcess):
             self._hosts.unlink(missing_ok=True)
 
     def kill_all(self) -> None:
-        """Send SIGKILL to every rank."""
         for other in self.others:
             other.kill()
         self.kill9()
@@ -88,5 +87,5 @@ class RankedServer(ServerProcess):
         self.others = []
 
     def wait_for_others(self, timeout_s: float = 30.0) -> list[int]:
-        """Wait until the other ranks have ended on their own; return their exit statuses."""
+        """Wait until the other ranks have ended on their own."""
         return [other.wait(timeout_s) for other in self.others]

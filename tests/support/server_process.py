@@ -61,11 +61,10 @@ def _target(link: str) -> str | None:
 class ServerProcess:
     """The stock server as a subprocess, for a `with` block.
 
-    model: a model directory. extra: further arguments of the server, such as
-    ("--plugin", "kvpersist"). env: set on top of this process's environment. python: the
-    Python whose mlx_lm is run. launcher: Python's arguments that run the server. log_path: for
-    stdout and stderr, appended across restarts; without it a temporary file that `stop` removes.
-    start_timeout_s: for /health to answer.
+    model: a model directory. extra: further arguments, such as ("--plugin", "kvpersist"). env: set
+    on top of this process's environment. python: the Python whose mlx_lm is run. launcher: Python's
+    arguments that run the server. log_path: for stdout and stderr, appended across restarts;
+    without it a temporary file that `stop` removes. start_timeout_s: for /health to answer.
 
     Requests may be sent from several threads at once.
     """
@@ -73,7 +72,7 @@ class ServerProcess:
     zygotes: ClassVar[dict[str, Sequence[Zygote]]] = {}
     """Zygotes by Python: tests fork servers from them, which saves most of a start.
 
-    They take turns: forks of one have the same string hashes, but a restarted server has others.
+    They take turns, because a restarted server must not have the string hashes of its predecessor.
     """
 
     def __init__(
@@ -108,8 +107,6 @@ class ServerProcess:
         self._process: subprocess.Popen[bytes] | Forked | None = None
         self._n_starts = 0
 
-    # Life
-
     def __enter__(self) -> ServerProcess:
         self.start()
         return self
@@ -122,12 +119,10 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """The process id of the server that runs now."""
         return self._running().pid
 
     @property
     def command(self) -> list[str]:
-        """The command line that is run."""
         return [
             *(self.python, *self.launcher),
             *("--model", self.model, "--host", HOST, "--port", str(self.port)),
@@ -139,7 +134,7 @@ class ServerProcess:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Start the server and wait until it answers. Raises ServerError with its log."""
+        """Wait until the server answers. Raises ServerError with the server's log."""
         for attempt in range(3):
             try:
                 self._start_once()
@@ -151,7 +146,6 @@ class ServerProcess:
                 self.port = None
 
     def stop(self) -> None:
-        """End the server, if it runs, and remove a temporary log."""
         if self.alive:
             self.terminate()
         self._process = None
@@ -159,29 +153,25 @@ class ServerProcess:
             self.log_path.unlink(missing_ok=True)
 
     def terminate(self, timeout_s: float = 60.0) -> int:
-        """Send SIGTERM, and SIGKILL if that is not enough; return the exit status."""
+        """Send SIGTERM, and SIGKILL if that is not enough."""
         return self._signal(signal.SIGTERM, timeout_s)
 
     def kill9(self) -> int:
-        """Send SIGKILL and wait for the end: nothing of the server runs any more."""
         return self._signal(signal.SIGKILL, 60.0)
 
     def restart(self, *, kill: bool = False) -> None:
-        """End the server (with SIGKILL if `kill`) and start it again on the same port."""
+        """Start the server again on the same port."""
         if self.alive:
             self._signal(signal.SIGKILL if kill else signal.SIGTERM, 60.0)
         self.start()
 
     def wait(self, timeout_s: float = 60.0) -> int:
-        """Wait until the server has ended on its own; return the exit status."""
+        """Wait until the server has ended on its own."""
         return self._running().wait(timeout_s)
 
     @property
     def log(self) -> str:
-        """The server's output so far."""
         return self.log_path.read_text(encoding="utf-8", errors="replace")
-
-    # Requests
 
     def chat(
         self,
@@ -192,7 +182,7 @@ class ServerProcess:
     ) -> Reply:
         """Send a chat completion; `session` becomes X-Session-ID, `params` join the body.
 
-        In `params`, `headers` are HTTP headers; `max_tokens` is 32 by default.
+        `headers` in `params` are HTTP headers. `max_tokens` is 32 by default.
         """
         body = {"messages": list(messages), **params}
         return self._generate("/v1/chat/completions", session, stream, **body)
@@ -200,11 +190,11 @@ class ServerProcess:
     def complete(
         self, prompt: str, session: str | None = None, stream: bool = False, **params: Any
     ) -> Reply:
-        """Send a text completion; the arguments are those of `chat`."""
+        """The arguments are those of `chat`."""
         return self._generate("/v1/completions", session, stream, prompt=prompt, **params)
 
     def warm_up(self) -> None:
-        """Generate one token, so that the model is loaded before anything is timed."""
+        """Load the model before anything is timed."""
         self.complete("a", max_tokens=1)
 
     def request(
@@ -215,14 +205,14 @@ class ServerProcess:
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> tuple[int, dict[str, str], bytes]:
-        """Send any request; return status, headers and body. A body is sent as JSON."""
+        """Return status, headers and body. `body` is sent as JSON."""
         with self._open(method, path, body, headers, timeout_s) as response:
             return response.status, response_headers(response), response.read()
 
     def events(
         self, path: str, body: Any, headers: Mapping[str, str] | None = None
     ) -> Generator[tuple[str, str], None, None]:
-        """POST `body` and yield (event name, data) of every server-sent event."""
+        """Yield (event name, data) of every server-sent event."""
         with self._open("POST", path, body, headers) as response:
             if response.status != 200:
                 raise ServerError(self._refusal(path, response))
@@ -231,8 +221,6 @@ class ServerProcess:
     def healthy(self) -> bool:
         """Say whether this server, not another on its port, answers /health within 2 s."""
         return self.alive and self._health() == 200 and listens(self.pid, self.port or 0)
-
-    # Inside
 
     def _start_once(self) -> None:
         if self.alive:
@@ -279,7 +267,6 @@ class ServerProcess:
             raise error(f"{problem}\n{self._log_report(log_start)}")
 
     def _is_taken(self) -> bool:
-        """Say whether another process listens on this server's port."""
         with socket.socket() as probe:
             if probe.connect_ex((HOST, self.port or 0)) != 0:
                 return False
@@ -288,7 +275,7 @@ class ServerProcess:
         return not is_itself and not listens(self.pid, self.port or 0)
 
     def _health(self) -> int | None:
-        """Return the status of /health, or None without an answer."""
+        """Return None without an answer."""
         try:
             return self.request("GET", "/health", timeout_s=2.0)[0]
         except (OSError, HTTPException):

@@ -22,7 +22,7 @@ class StartServer:
         self._servers: list[ServerProcess] = []
 
     def __call__(self, model: Path, *extra: str, **options: Any) -> ServerProcess:
-        """Start the stock server with further arguments; `options` are ServerProcess's."""
+        """Start the stock server; `options` are ServerProcess's."""
         log_path = self._folder / f"server-{len(self._servers) + 1}.log"
         server = ServerProcess(model, *extra, **{"log_path": log_path, **options})
         self._servers.append(server)

@@ -54,7 +54,7 @@ IMAGE_TEMPLATE = TEMPLATE.replace(
 
 
 def make_vision_model(path: Path) -> Path:
-    """Write the model's directory; return `path`. Skips the test if mlx-lm has no such model."""
+    """Skips the test if mlx-lm has no such model."""
     if not hasattr(pytest.importorskip("mlx_lm.server"), "load_processor"):
         pytest.skip("no processors of images before mlx-lm 0.32.1")
     path.mkdir(parents=True)

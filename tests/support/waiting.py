@@ -12,7 +12,7 @@ from mlx_lm_kvpersist.store.writer import Writer
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-    """Return as soon as `condition()` holds; raise AssertionError naming `what` otherwise."""
+    """Raise AssertionError naming `what` if `condition()` does not become true in time."""
     deadline = monotonic() + timeout_s
     while not condition():
         if monotonic() > deadline:
@@ -47,7 +47,7 @@ def hold(writer: Writer) -> threading.Event:
 
 @contextmanager
 def writer_held(store: BlockStore) -> Iterator[None]:
-    """Stop the store's writer inside the block; it writes the waiting tasks afterwards."""
+    """Stop the store's writer inside the block. Afterwards it writes the waiting tasks."""
     may_go_on = hold(store.writer)
     try:
         yield

@@ -23,7 +23,7 @@ def sent_for(
     stop_words: Sequence[str] = (),
     tools: list[Any] | None = None,
 ) -> Message:
-    """Return the message that a client puts together from the stream of a reply.
+    """Return the message that a client puts together from a reply's stream.
 
     `ids` are all that the model produced, with its end token or stop word.
     """

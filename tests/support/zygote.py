@@ -33,7 +33,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class Forked:
-    """A process that the zygote has forked, with the subprocess.Popen methods that tests use."""
+    """A forked process, with the subprocess.Popen methods that tests use."""
 
     def __init__(self, zygote: Zygote, pid: int) -> None:
         self._zygote, self.pid = zygote, pid
@@ -105,8 +105,7 @@ class Zygote:
         whether the environment has our .pth.
 
         Returns None if the command needs an ordinary process: outside Linux, on a kernel without
-        handles of processes, or if the zygote has read other variables or has ended, as it does
-        without transformers.
+        pidfd_open, or if the zygote has read other variables or has ended.
         """
         if sys.platform != "linux" or not self.fits(env):
             return None

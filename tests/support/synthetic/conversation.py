@@ -15,7 +15,7 @@ Message = dict[str, Any]
 
 @cache
 def corpus_lines() -> tuple[str, ...]:
-    """Return the lines of the corpus: prose in many languages, code, JSON, emoji."""
+    """The lines are prose in many languages, code, JSON and emoji."""
     return tuple(CORPUS_PATH.read_text(encoding="utf-8").splitlines())
 
 
@@ -36,8 +36,7 @@ def synthetic_text(n_chars: int, seed: int = 0) -> str:
 def synthetic_conversation(n_turns: int, n_chars: int, seed: int = 0) -> list[Message]:
     """Return a system message and `n_turns` user messages with replies between them.
 
-    All contents together have about `n_chars` characters. The last message is the user's, so
-    the list can be sent as it is; a reply and a further user message make the next turn.
+    All contents together have about `n_chars` characters. The last message is the user's.
     """
     n_checkpoints = 2 * n_turns
     share = max(1, n_chars // n_checkpoints)

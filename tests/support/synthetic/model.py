@@ -53,8 +53,7 @@ def make_tiny_model(
 
     tokenizer: the family, see `train_tokenizer`. "byte-level" has a ChatML template and ends a
         reply with `<|im_end|>`, "sentencepiece" has `[INST]` and ends it with `</s>`.
-    seed: of the weights. Equal arguments write equal weights.
-    n_layers, n_heads, n_kv_heads, head_dim: the geometry.
+    seed: equal arguments write equal weights.
     hidden_size: width of the residual stream. Each matrix has it on one side, and mlx's BLAS for
         the CPU multiplies slowly: with 256 most tests take 3 times as long.
     intermediate_size: width inside the MLP; twice hidden_size when None.
@@ -115,7 +114,6 @@ def make_tiny_model(
 def _token_bias(
     files: TokenizerFiles, vocab_size: int, eos_bias: float, whole_characters: bool
 ) -> list[float]:
-    """Return the number to add to each token's logit."""
     bias = [0.0] * vocab_size
     for token_id in range(vocab_size):
         if token_id == files.eos_token_id:
@@ -141,9 +139,9 @@ def _random_weights(
     """Return weights by name, in float32.
 
     Sharp attention makes a logit depend on single positions of the prompt as much as on the last
-    token: greedy replies then seldom repeat themselves, and a wrong cache shows. The first number
-    of the residual stream is kept constant if the layers' names are llama's; the first column of
-    lm_head then acts as a bias per token.
+    token. Greedy replies then seldom repeat themselves, and a wrong cache shows. If the layers have
+    llama's names, the first number of the residual stream is constant, and the first column of
+    lm_head acts as a bias per token.
     """
     try:
         architecture = importlib.import_module(f"mlx_lm.models.{config['model_type']}")

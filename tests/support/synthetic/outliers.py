@@ -35,7 +35,6 @@ def add_outliers(
     factors: the range from which each pair's factor is drawn, uniformly.
     n_pairs: how many pairs of each key head are scaled; each head has other pairs.
     layers: which layers are scaled: all when None, the first and the last with (0, -1).
-    seed: of the pairs and their factors.
 
     Raises ValueError for a model whose function would not stay the same: quantized weights,
     norms of queries or keys, or a RoPE that pairs other channels.
@@ -67,7 +66,6 @@ def add_outliers(
 def _channel_scales(
     head_dim: int, n_pairs: int, factors: tuple[float, float], rng: random.Random
 ) -> list[float]:
-    """Return the factor of each channel of one key head."""
     half = [1.0] * (head_dim // 2)
     for pair in rng.sample(range(len(half)), n_pairs):
         half[pair] = rng.uniform(*factors)

