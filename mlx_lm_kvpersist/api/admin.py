@@ -88,7 +88,7 @@ def operator_route(answer: Callable[[Any], Any], key: str | None) -> Callable[[A
     """Like `answering`, but only for the operator's requests.
 
     With a `key`, a request must have the key. Without a key, the request must come from this
-    machine, and a POST request must not come from a page of another site.
+    machine, and a POST request must not come from another server's page.
     """
 
     def checked(handler: Any) -> Any:

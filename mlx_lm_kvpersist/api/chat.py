@@ -40,7 +40,7 @@ def function(place: str, name: str, tool: Mapping[str, Any], parameters: str) ->
 
 
 def append(messages: list[tuple[str, Message]], place: str, message: Message) -> None:
-    """Append a message, or join it to the last message if both have the same role.
+    """Append a message, or join it to the last if both are the user's or both the assistant's.
 
     Anthropic's API reads consecutive messages of a role as one. Text after tool calls stays a
     separate message. A message with an image stays separate, too: only images in the newest

@@ -166,7 +166,7 @@ def short_name(name: str) -> str:
 def normalise(messages: Messages, tools: Any) -> None:
     """Normalise messages and tools, in place.
 
-    Claude Code's billing line is removed from the beginning of the first system message. The same
+    Claude Code's billing line is removed from the beginning of a first system message. The same
     words elsewhere are the user's text. Content that is a single text part becomes a string:
     clients use either form. Reasoning gets both field names: stock sends one, most templates read
     the other.
