@@ -84,7 +84,7 @@ def check_outcome(
 
 
 def check_kept(side: str, spec: Mapping[str, Any], bits: str) -> None:
-    """Raise WrongMeasurement unless every layer that grows has the precision `bits`.
+    """Raise WrongMeasurement if the model is refused, or a layer that grows has other bits.
 
     spec: the server's answer to /v1/kvpersist/spec. bits: a value of --kvpersist-kv-bits.
     """

@@ -91,8 +91,8 @@ def make_shaped_model(
 ) -> Path:
     """Write a model directory of the named shape that stock mlx_lm loads; return `path`.
 
-    shape: `TINY`, or one of `MODEL_SHAPES`. The latter get weights in 4 bits and groups of 64, as
-    in mlx-community's conversions, and activations and KV in bfloat16.
+    shape: `TINY`, or one of `MODEL_SHAPES`. The latter have 4-bit weights in groups of 64, as in
+    mlx-community's conversions. Their activations and KV are bfloat16.
     config: entries of config.json that replace or extend the shape's.
     progress: called with the number of bytes written, and the total.
 

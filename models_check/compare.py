@@ -15,8 +15,8 @@ _Logprobs = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Comparison:
-    """`difference` is the largest of all steps. A token counts as other if the run and the
-    reference prefer different tokens, and as a near tie if noise can explain the difference."""
+    """`difference` is the largest of all steps. If the run and the reference prefer different
+    tokens, this counts as a near tie if noise can explain it, otherwise as another token."""
 
     difference: float
     n_other_tokens: int = 0

@@ -1,7 +1,7 @@
 """Find facts about an architecture that shapes do not show, by evaluating a tiny model.
 
 Every fact says that two runs of the same tokens agree. The models compute in float32, so runs that
-agree differ by rounding alone; other runs differ by about the spread of the logits.
+agree differ only by rounding. Other runs differ by about the spread of the logits.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class Runs:
 def difference_of_restored(model: Any, spec: ModelCacheSpec) -> float:
     """Compare logits over restored caches with logits over the original caches.
 
-    Another prompt is computed then, so logits differ if a model keeps state outside its caches.
+    Another prompt is computed in between: state outside the caches would change the logits.
     """
     ids = random_ids(31, _N_RESTORED)
     caches = spec.make_cache()

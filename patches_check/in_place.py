@@ -1,8 +1,8 @@
 """A pytest plugin for mlx-lm's own tests: it applies this package's patches first.
 
-The tests' model providers get the attributes of the plugin's provider. A model that does not make
-its own caches gets stock's caches if `KVPERSIST_CACHES` is "stock", otherwise the plugin's
-quantized caches in the default precision. The plugin's batch generator also replaces the class in
+The tests' model providers get the attributes of the plugin's provider. A model without `make_cache`
+gets stock's caches if `KVPERSIST_CACHES` is "stock". Otherwise it gets the plugin's quantized
+caches in the default precision. The plugin's batch generator also replaces the class in
 `mlx_lm.generate`.
 """
 

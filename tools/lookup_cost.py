@@ -1,9 +1,9 @@
 """`python -m tools.lookup_cost`: the generation thread's time to look up a long stored prompt.
 
 A conversation is stored in RAM. The prompt spells one word of this conversation with other tokens,
-so stored ids are spliced in front of the rest. The output has the median CPU time, in milliseconds,
-of the lookup on an HTTP thread and of the generation thread before and during the restore. Before
-every second restore another conversation is stored.
+so stored ids are spliced in front of the rest. The output has median CPU times in milliseconds: of
+the lookup on an HTTP thread, and of the generation thread before and during the restore. Another
+conversation is stored before every second restore.
 """
 
 from __future__ import annotations

@@ -418,8 +418,8 @@ def is_accepted(mutant: Mutant, accepted: Sequence[dict[str, str]]) -> bool:
 def preload(names: Sequence[str]) -> None:
     """Import modules that the tests import, so that forked processes start with them.
 
-    Not imported: the project, which will be changed; MLX, whose threads do not survive a fork;
-    pytest's plugins, which pytest loads itself.
+    The project is not imported, because it will be changed. MLX is not imported, because its
+    threads do not survive a fork. pytest loads its plugins itself.
     """
     project = (PACKAGE, "tests", "models_check", "patches_check", "benchmarks", "__main__")
     plugins = ("pytest", "_pytest", "hypothesis", "_hypothesis", "xdist", "anyio", "execnet")

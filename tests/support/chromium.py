@@ -1,7 +1,7 @@
 """A Chromium for the tests of the page: an installed one, or one from the npm registry.
 
 On Linux x86_64, `python -m tests.support.chromium` fetches Chromium without root if none is
-installed: the package @sparticuz/chromium, 66 MB, with the libraries that it needs. It is put into
+installed: the package @sparticuz/chromium (66 MB, with libraries). It is put into
 $KVPERSIST_CHROMIUM, or a folder in the user's cache.
 """
 

@@ -68,8 +68,8 @@ def samples_with_xtc() -> bool:
 def heed_biases(server: ServerProcess) -> None:
     """Make the server apply the logit_bias of the next request.
 
-    0.31.3 ignores the bias of the first request after a request without one, also without the
-    plugin: the new sequence takes over the place in the batch, which has no bias.
+    0.31.3 ignores the bias of the first request after a request without a bias, also without the
+    plugin. The new sequence takes over the earlier place in the batch, which has no bias.
     """
     if _IS_BEFORE_0_32:
         server.chat([{"role": "user", "content": "Bye"}], max_tokens=1, logit_bias={"0": -1.0})

@@ -104,8 +104,8 @@ class Zygote:
         errors_path: where stderr goes; None for the same file. cwd: None for this process's. pth:
         whether the environment has our .pth.
 
-        Returns None if the command needs an ordinary process: outside Linux, on a kernel without
-        pidfd_open, or if the zygote has read other variables or has ended.
+        Returns None if the command needs an ordinary process: without Linux or pidfd_open, or if
+        the zygote has ended or has read other variables.
         """
         if sys.platform != "linux" or not self.fits(env):
             return None

@@ -54,8 +54,8 @@ def make_tiny_model(
     tokenizer: the family, see `train_tokenizer`. "byte-level" has a ChatML template and ends a
         reply with `<|im_end|>`, "sentencepiece" has `[INST]` and ends it with `</s>`.
     seed: equal arguments write equal weights.
-    hidden_size: width of the residual stream. Each matrix has it on one side, and mlx's BLAS for
-        the CPU multiplies slowly: with 256 most tests take 3 times as long.
+    hidden_size: width of the residual stream. With 256 most tests take 3 times as long, because
+        mlx's BLAS for the CPU is slow.
     intermediate_size: width inside the MLP; twice hidden_size when None.
     dtype: of the weights and so of the KV: "float32", "bfloat16" or "float16". Comparisons of
         replies want float32: bfloat16 on the CPU is slow and coarse.

@@ -1,8 +1,8 @@
 """Small tokenizers, trained for real, in the two families whose texts are hardest to match.
 
 `byte-level` is the GPT-2 and Llama-3 family: a token may be half a character. `sentencepiece`
-is the Llama-2 family: the first word gets a space that decoding removes again, and characters
-outside the alphabet become byte tokens.
+is the Llama-2 family: the first word gets a space, which decoding removes. Characters outside the
+alphabet become byte tokens.
 """
 
 from __future__ import annotations
@@ -100,12 +100,12 @@ def train_tokenizer(
     byte-level: decode(encode(text)) == text for every text.
     sentencepiece: the same, except that a text that begins with a space loses it. This is the
         current form of Llama-2's files (Metaspace).
-    sentencepiece-legacy: the same for texts without special tokens; after a special token inside
-        the text decoding adds a space (Prepend, the form first published).
+    sentencepiece-legacy: the same for texts without special tokens. After a special token inside
+        the text, decoding adds a space (Prepend, the form first published).
 
-    `vocab_size` counts all tokens, special ones too; the result may have a few fewer if the corpus
-    has no pairs left to merge. With `bos`, `encode` puts a begin token first and the chat template
-    renders it; without, neither does. `chat_template` replaces the kind's own.
+    `vocab_size` counts special tokens, too. The result may have fewer if the corpus has no pairs
+    left to merge. With `bos`, `encode` puts a begin token first, and the chat template renders it.
+    `chat_template` replaces the kind's own.
     """
     if kind not in get_args(TokenizerKind):
         raise ValueError(f"unknown tokenizer kind {kind!r}; known: {get_args(TokenizerKind)}")
