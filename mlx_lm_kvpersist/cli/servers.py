@@ -1,4 +1,4 @@
-"""Requests to running servers, and servers in subprocesses, to measure or kill."""
+"""Sends requests to servers; runs servers in subprocesses to measure or kill."""
 
 from __future__ import annotations
 

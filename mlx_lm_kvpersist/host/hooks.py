@@ -184,7 +184,7 @@ class ModelSupport:
     `merge(caches)` returns one batch cache for one layer's caches of several sequences; None lets
     the first cache merge them, as in stock. `together(caches, n_tokens)` gets one layer's caches of
     several prompts, each a batch of one row, and how many tokens of each prompt come next. It
-    returns one cache for one call with padding on the right, or None to compute each prompt alone.
+    returns one cache to compute them together, padded on the right, or None to compute each alone.
     Caches with the same attribute `kind` share a mask, so prompts are computed together only if
     these caches have one class. `batches` says whether sequences may be served together at all.
     If `limits` is None, neither memory nor running replies limit the chunks. `draft` has the caches

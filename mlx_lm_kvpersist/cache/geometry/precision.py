@@ -35,7 +35,7 @@ class Quantization:
         return f"{self.bits}{'r' if self.rotated else ''}{padding}"
 
     def fitted(self, dim: int) -> Quantization:
-        """Return this with the padding that makes a head of `dim` numbers whole groups.
+        """Return this with the padding that fills the last group of a head of `dim`.
 
         Groups do not span heads, because packed kernels read each head separately.
         """

@@ -99,7 +99,7 @@ class Completion:
                 match = getattr(response, "match", None)
                 self.marks.cut(tokenizer.decode(match) if match else response.text)
             if getattr(response, "state", "") is None:
-                # In 0.31.3 the last response has no state: stock's loop would drop an open call.
+                # In 0.31.3 the last response has no state: stock would drop a cut-off tool call.
                 response = replace(response, state=state)
             state = getattr(response, "state", None)
             yield response
