@@ -34,7 +34,7 @@ _HOUR = 60
 
 
 class SmallState(Rows):
-    """Rows of the index that no block needs. Any thread may read; changes need the store's lock."""
+    """Replies, notes, counts and last requests. Any thread may read; changes need the lock."""
 
     def replies(self, root: bytes, digests: Sequence[bytes]) -> dict[bytes, bytes]:
         """Return the packed ids of the remembered replies whose checksum is right, by digest."""

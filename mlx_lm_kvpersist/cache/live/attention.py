@@ -449,7 +449,7 @@ def plan_by_policy(
         width = shape.k_dim + keys.padding
         is_fast = width > 128 or (width in (64, 128) and keys.bits in (4, 8))
         if not is_fast or shape.n_q_heads >= 4 * shape.n_kv_heads:
-            # Eight rows fill the GPU, and dequantizing would write the keys of all eight.
+            # Packed keys of eight rows fill the GPU; fewer rows are faster dequantized.
             least_rows = 8
     # On the CPU, packed keys of 8 bits are a quarter of the bytes of float32: a query over 4,089
     # keys of 8 heads takes 32 ms instead of 171, 8 queries 205 instead of 298; 17 gain nothing.

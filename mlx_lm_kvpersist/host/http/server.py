@@ -159,7 +159,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             try:
                 super().do_POST()
             except ValueError as error:
-                # Stock catches only json's own error while it reads a body.
+                # While stock reads a body, it catches only json's JSONDecodeError.
                 if self.body or isinstance(error, RequestRefused):
                     raise
                 raise RequestRefused(f"the body is not valid JSON: {error}") from error

@@ -67,7 +67,7 @@ class ProbeCache:
         return ProbeCache("merged by the cache")
 
     def extend(self, *args: Any, **kwargs: Any) -> None:
-        """Stands for every operation of mlx-lm on a batch's caches."""
+        """Do nothing, for all operations on a batch's caches."""
 
     extract = filter = prepare = finalize = extend
 
