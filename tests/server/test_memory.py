@@ -78,7 +78,7 @@ memory.pressure_level = lambda: 4 if time.monotonic() < raised_until_s else 1
 serve(sys.argv[1:])
 """
 """A server that reports critical memory pressure for ten seconds after SIGUSR2."""
-PARTS = ("caches", "restored", "pool", "held", "records")
+PARTS = ("caches", "restored", "pool", "records")
 
 
 class Talks:
