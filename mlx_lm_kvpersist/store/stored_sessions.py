@@ -184,7 +184,7 @@ class StoredSessions:
             return export_parts(self._store.index, session, records)
 
     def evict(self, session_id: str) -> dict[str, Any]:
-        """Evict a session from RAM, except for blocks that others continue."""
+        """Evict a session from RAM, except for blocks that other sessions continue."""
 
         def change(disk: DiskStore) -> dict[str, Any]:
             chain = disk.index.chain(_session(disk, session_id).leaf)
