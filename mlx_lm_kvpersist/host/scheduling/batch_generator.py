@@ -1,9 +1,9 @@
 """The server's batch generator: steps of the replies and, between them, chunks of prompts.
 
 A prompt waits in the queue, is computed in chunks (`prefill.py`), and joins the replies. If memory
-is short, a reply is parked, and computed again later.
+is short, a reply is parked: its caches are saved, and it continues later.
 
-Each step first decides, then acts. If several ranks compute the model, rank 0 decides for all.
+Rank 0 makes the `Decision` of each step, and all ranks carry it out.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ else:
     Stock = object
 
 CLEAR_EVERY = 512
-"""Freed memory is returned after this number of steps of the replies, as in stock."""
+"""Freed memory goes back to the system after this number of reply steps, as in stock."""
 
 LOOKS_FIRST: ContextVar[Callable[[], bool]] = ContextVar("looks_first", default=lambda: False)
 """A function that tells whether the server looks for requests before the generator's next step."""
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Decision:
-    """The actions of one step, by the uids of the sequences."""
+    """The actions of one step; each sequence is named by its uid."""
 
     stopped: Sequence[int]
     """The prompts whose replies nobody needs any more."""
@@ -57,9 +57,9 @@ class Decision:
     begins: Sequence[Sequence[int]]
     """Groups of prompts whose replies begin together."""
     chunk: Mapping[int, int]
-    """How many tokens of each prompt are computed in one call. The prompt of this turn is first."""
+    """How many tokens of each prompt are computed in one call. The chosen prompt is first."""
     error: Exception | None
-    """The error of a plugin in the decision."""
+    """The error that a plugin raised while the chunk was chosen."""
 
 
 def plugin_batch_generator(stock: type[Any]) -> Callable[..., Any]:
@@ -97,16 +97,14 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         self._weighed: tuple[int, ...] = ()
         """The result of `_running` when the memory account was last updated."""
         self._is_short = False
-        """Whether memory did not suffice in the last step; if so, no prompt begins."""
+        """Whether the last decision parked a reply; if so, no queued prompt begins."""
         self._n_steps = 0
         self._progress: list[Any] = []
-        """The responses of the running step for prompts."""
+        """The responses for prompts in the running step."""
         self._tokens: list[Any] = []
-        """The responses of the last step for replies."""
+        """The responses for replies in the last step."""
         self._copied: list[int] = []
         """The uids of the replies when their caches were last evaluated."""
-
-    # The public methods of stock's generator.
 
     def insert_segments(self, segments: Any, *args: Any, **kwargs: Any) -> Any:
         """Queue sequences; stock checks them, and assigns uids."""
@@ -137,7 +135,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             return self._progress, self._tokens
 
     def next_generated(self) -> list[Any]:
-        """Make steps until a step has tokens of replies; return its responses for replies.
+        """Make steps until a step has responses for replies, or none; return those for replies.
 
         The server calls `next` only; programs and mlx-lm's own tests call this method.
         """
@@ -377,7 +375,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         return PromptProcessingBatch.Response(prompt.uid, (n_done, prompt.n_tokens), is_end, is_end)
 
     def _copy_rows(self) -> None:
-        """Evaluate the caches after rows were added or removed."""
+        """Evaluate the replies' caches if replies were added or removed."""
         if self.replies.uids != self._copied:
             self._copied = list(self.replies.uids)
             self._eval_parts(self.replies.prompt_cache)

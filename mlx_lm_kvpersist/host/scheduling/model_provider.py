@@ -41,7 +41,7 @@ _LENGTHS = (
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 """The fields with the configuration of the text part, for a model that also reads images."""
 _STRETCHES = ("linear", "dynamic")
-"""Kinds of rope scaling whose factor multiplies the length in the same configuration."""
+"""Kinds of rope scaling: the context length is `factor` times the configuration's length."""
 _UNSTATED = 10**9
 """Greater lengths mean "not stated": tokenizers without a limit have 1e30."""
 
@@ -49,7 +49,7 @@ MOST_IN_A_ROW = 8
 """This number of failures of one kind of step, without a success in between, ends the server."""
 _N_TRIES = 3
 _PAUSE_S = 0.1
-"""Seconds between two tries. The first try may report the error of an earlier step."""
+"""Seconds between two tests of the device. The first may report an earlier step's error."""
 
 Step = Literal["prompt", "reply"]
 """A step computes a part of prompts, or the next tokens of replies."""
@@ -98,7 +98,7 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
         try:
             super()._load(model_path, adapter_path, draft_model_path)
             self.max_context = max_context(model_path, self.tokenizer)
-            # 0.31.3 has no processors.
+            # mlx-lm 0.31.3 has no processors.
             self.reads_images = renders_images(self.tokenizer, getattr(self, "processor", None))
             limit: Any = mx.set_wired_limit
             if isinstance(limit, WiredLimit) and (asked_bytes := limit.asked_bytes):
@@ -155,7 +155,7 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
 
 
 def renders_images(tokenizer: Any, processor: Any) -> bool:
-    """Tell whether a chat template writes the token that a model's processor turns into images."""
+    """Tell whether a chat template writes an image as the token that the processor expects."""
     if processor is None:
         return False
     for kind in IMAGE_KINDS:
@@ -204,7 +204,7 @@ def own_names(args: Any) -> list[str]:
     if (path := Path(args.model)).exists():
         path = path.resolve()
         names.insert(0, str(path))
-        # huggingface_hub names the folder of a repository like this, with "--" for "/".
+        # huggingface_hub names the folder of a/b "models--a--b".
         names += [p[8:].replace("--", "/", 1) for p in path.parts if p.startswith("models--")]
     served = getattr(args, "served_name", None)
     return list(dict.fromkeys([served, *names] if served else names))
@@ -220,8 +220,8 @@ def max_context(model: str, tokenizer: Any) -> int | None:
     """Return a loaded model's context length in tokens, None if its files do not state it.
 
     model: a folder, or a repository of Hugging Face in this machine's cache. The tokenizer's length
-    counts if it is greater: no prompt must be refused wrongly. Without the configuration's length
-    it is ignored, because it is often another model's.
+    counts if it is greater: no prompt must be refused wrongly. If config.json states no length, the
+    tokenizer's length is ignored, because it is often another model's.
     """
     try:
         file: Any = Path(model) / "config.json"
@@ -265,8 +265,8 @@ class WiredLimit:
     """Replaces `mx.set_wired_limit`: the host sets a limit, and plugins choose the real limit.
 
     mlx-lm sets a limit when its server starts, around each batch, and around a single stream. MLX
-    gets no limit before a model is loaded, because the model's size decides. When its limit grows,
-    MLX also wires memory allocated before (`ResidencySet::resize`), so a late limit is no loss.
+    gets no limit before a model is loaded, because the limit depends on the model's size. A late
+    limit is no loss: MLX then also wires memory allocated before (`ResidencySet::resize`).
     """
 
     asked_bytes = 0
@@ -350,7 +350,7 @@ class PluginCaches:
     """
 
     def __init__(self, model: Any, plugin: str, support: ModelSupport) -> None:
-        # In a reference cycle, the model's weights would stay until a garbage collection.
+        # Else a reference cycle would keep the model's weights until a garbage collection.
         self._model: Any = weakref.ref(model)
         self._support = support
         self._safely = partial(manager.safely, plugin, "model_loaded")
@@ -379,7 +379,7 @@ class PluginCaches:
         return self._safely(self._support.together, tuple(caches), tuple(n_tokens))
 
     def most_taken_back(self, caches: Sequence[Any]) -> int:
-        """Return how many tokens one call may append so that they can be removed again."""
+        """Return how many tokens one call may append if `trim` must be able to remove them."""
         return self._safely(lambda: int(self._support.most_taken_back(caches))) or 0
 
     def weigh(self, replies: Sequence[int], prompts: Sequence[int], n_bytes: int | None) -> bool:
@@ -395,10 +395,10 @@ class PluginCaches:
 
 
 class PluginPromptCache(StockPromptCache):  # type: ignore[misc]
-    """Stock's prompt cache, but a request that a plugin took gets its caches. Generation thread.
+    """Stock's prompt cache, but a request that a plugin took gets the plugin's caches.
 
-    An exception, or a fetch that leaves no token to compute, would end stock's generation thread.
-    So `Taken` catches the exceptions of plugins, and every fetch leaves at least one token.
+    An exception, or a fetch that leaves no token to compute, would end the generation thread.
+    So `Taken` catches the exceptions of plugins, and every fetch leaves a token. Generation thread.
     """
 
     def fetch_nearest_cache(

@@ -6,10 +6,10 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 _SHORT = 64
-"""The time of a chunk of up to this number of tokens may be only overhead."""
+"""If a chunk has at most this number of tokens, its time may be only overhead."""
 
 _MOST_FOR_OVERHEAD = 256
-"""A chunk whose time is mostly overhead may be longer than planned, up to this length."""
+"""If overhead takes most of the allowed time, a chunk of up to this length may take longer."""
 
 _USUAL_CHUNK = 512
 """The chunk length that `seconds` assumes."""
@@ -52,8 +52,8 @@ class Pace:
     def learn(self, position: int, n_tokens: int, seconds: float) -> None:
         """Learn that a chunk of `n_tokens` after `position` cached tokens took `seconds`.
 
-        The first chunk of a size, or in a range of positions, is ignored if it was much slower:
-        kernels were compiled.
+        The first chunk of a size, or in a range of positions, is ignored if it was much slower than
+        others: kernels were compiled.
         """
         place = position.bit_length()
         is_first = n_tokens not in self._sizes
@@ -72,8 +72,8 @@ class Pace:
         """Return how many tokens can be computed in `seconds`; 0 while no chunk was measured.
 
         The result is at most four times the length of recent chunks. If overhead takes most of
-        `seconds`, the tokens may take as long as the overhead. After the last measured position,
-        half its speed is assumed.
+        `seconds`, the tokens may take as long as the overhead. In a range of positions without a
+        measurement, half the speed of the range before is assumed.
         """
         place = position.bit_length()
         if not self._sums:
@@ -122,5 +122,5 @@ class Pace:
 
 
 def _nearest(place: int, places: Collection[int]) -> int:
-    """Return the last of `places` up to `place`, or the first if all are greater."""
+    """Return the greatest of `places` up to `place`; the least if all are greater."""
     return max((candidate for candidate in places if candidate <= place), default=min(places))

@@ -1,8 +1,8 @@
-"""The prompts that are being computed: their order, their chunks, and their shared calls.
+"""The prompts that are being computed: order, chunks, and calls for several prompts.
 
 A request that is served alone is computed in the same chunks, and plugins save each chunk. Stock
-then computes the last token and the reply. Stock alone would compute the whole prompt even if the
-client left, and save it only after the reply. Generation thread.
+then computes the last token and the reply. Without this, stock would compute the whole prompt even
+if the client leaves, and save it only after the reply. Generation thread.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ CHUNKS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
 """Sizes of chunks: few, because devices compile or tune kernels for each size."""
 
 ROUND = 64
-"""Long chunks end at multiples of this number, so that chunks of all prompts have few shapes."""
+"""The positions where long chunks end are multiples of this number: so there are few shapes."""
 
 IDLE_CHUNK_S = 1.0
 """How long a chunk may take while no replies run: a new prompt waits for the chunk.
 
-With 0.3 s, a new prompt of 8K took 1.3 times as long on an H200.
+With 0.3 s, a new prompt of 8K tokens took 1.3 times as long on an H200.
 """
 
 IDLE_CHUNK = 512
@@ -53,7 +53,7 @@ def chunk_size(position: int, most: int) -> int:
 
 
 def peak_memory() -> Callable[[], int]:
-    """Return a function for the peak memory since now, in bytes, minus the memory in use.
+    """Return a function that returns the peak of temporary memory since now, in bytes.
 
     Resets MLX's counter. Call this before the model, because some models evaluate when called.
     """
@@ -79,10 +79,10 @@ def most_tokens(
 
 @dataclass(eq=False)
 class Prefill:
-    """A prompt from the queue until its reply begins. The first fields equal stock's fields.
+    """A prompt from the queue until its reply begins. Stock's fields come first, in stock's order.
 
     `segments` are the ids that are left; the last segment is one id, with which the reply begins.
-    `caches`, one per layer, hold `tokens`; once the prompt is being computed, `batch` has them.
+    `caches`, one per layer, hold `tokens`; `batch` has the caches once computing has begun.
     """
 
     uid: int
@@ -105,13 +105,13 @@ class Prefill:
     """How many ids the segments had before any id was computed."""
     passed_over: int = 0
     has_waited: bool = False
-    """Whether the prompt was ready before, and other prompts were computed first."""
+    """Whether the ready prompt has already waited for a short prompt, see `_groups`."""
 
     def __post_init__(self) -> None:
         self.n_tokens = self.n_left
 
     def again(self, segments: list[list[int]], tokens: list[int], caches: list[Any]) -> Prefill:
-        """Return the same request with other segments, to be computed in separate calls."""
+        """Return the same request with other segments, to be computed alone."""
         changes: dict[str, Any] = {"segments": segments, "tokens": tokens, "caches": caches}
         return replace(self, **changes, is_alone=True, batch=None)
 
@@ -141,11 +141,10 @@ class Prefills:
     def decide(
         self, stopped: Collection[int], step_s: float, *, beside: bool
     ) -> tuple[list[list[int]], dict[int, int], Exception | None]:
-        """Return the groups of prompts that begin to reply, and the chunk to compute, by uid.
+        """Return groups of uids whose replies begin, the chunk (tokens by uid), a plugin's error.
 
-        If a plugin raises, its error comes with the prompt whose turn it is. stopped: uids of
-        prompts that end now. step_s: the time of the replies' last step. beside: whether replies
-        run.
+        With an error, the chunk has only the chosen prompt. stopped: uids of prompts that end now.
+        step_s: the time of the replies' last step. beside: whether replies run.
         """
         prefills = [prefill for prefill in self.all if prefill.uid not in stopped]
         unready = [prefill for prefill in prefills if not prefill.is_ready]
@@ -153,7 +152,7 @@ class Prefills:
         begins = _groups(ready, unready, beside=beside)
         if not unready:
             return begins, {}, None
-        # Only the oldest prompt is chosen by age: a short prompt must not wait long.
+        # Only the oldest prompt may go before shorter prompts: these must not wait long.
         oldest, turn = unready[0], min(unready, key=lambda prefill: prefill.n_left)
         if oldest.passed_over >= MOST_PASSED_OVER:
             turn = oldest
@@ -167,7 +166,7 @@ class Prefills:
     ) -> dict[int, int]:
         """Return the prompts to compute, `turn` first, and how many tokens of each prompt.
 
-        If the chunk ends the segment of `turn`, other prompts join if their whole segments fit.
+        If the chunk ends the segment of `turn`, other prompts whose whole segments fit join it.
         """
         most, widest = self._most_tokens(turn, step_s), len(turn.segments[0])
         sizes = {turn.uid: min(chunk_size(len(turn.tokens), most), widest)}
@@ -196,7 +195,7 @@ class Prefills:
     def compute(self, chunk: dict[Prefill, int], *, beside: bool) -> None:
         """Compute the decided chunk. The logits are never evaluated.
 
-        If the caches cannot be joined, only the first prompt is computed and stays in `chunk`.
+        If the caches cannot be joined, all prompts except the first are removed from `chunk`.
         """
         caches, width = self._joined(chunk)
         for prefill in self.all:
@@ -251,18 +250,18 @@ class Prefills:
                 batch.extend(prefill.batch)
         for cache in batch.prompt_cache:
             if hasattr(cache, "finalize"):
-                cache.finalize()  # else a state's padding gets an unevaluated operation per step
+                cache.finalize()  # else each step adds an unevaluated operation to the padding
         return batch
 
 
 def _groups(
     ready: Sequence[Prefill], unready: Sequence[Prefill], *, beside: bool
 ) -> list[list[int]]:
-    """Return the uids of prompts with one token left, in groups that begin to reply together.
+    """Return the uids of prompts with one token left, in groups whose replies begin together.
 
     A request with processors begins in a separate group, because processors may fail. If no replies
-    run, ready prompts wait once for a prompt with few tokens left: while replies run, chunks are
-    short.
+    run, ready prompts wait once for a prompt with few tokens left, because a reply would make its
+    chunks shorter.
     """
     is_short = any(prefill.n_left <= IDLE_CHUNK for prefill in unready)
     if is_short and not (beside or any(prefill.has_waited for prefill in ready)):
@@ -309,9 +308,6 @@ def give_back(limits: PrefillLimits) -> None:
     """Give freed memory back to the system if MLX keeps more than the plugin allows."""
     if mx.get_cache_memory() > limits.max_unused_bytes:
         mx.clear_cache()
-
-
-# A request that is served alone.
 
 
 def plugin_stream_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -392,7 +388,7 @@ def _compute_prompt(request: Taken, options: dict[str, Any]) -> int:
         models.append(ComputedModel(draft_model, model_caches, draft.n_cached if draft else 0))
         options["num_draft_tokens"] = min(options["num_draft_tokens"], MOST_DRAFTED)
     caches[:] = [cache for computed in models for cache in computed.caches]
-    # With images the model reads other ids than the keys.
+    # With images, the model reads ids that differ from `keys`.
     read = list(keys if request.images is None else request.images)
     embeddings = options.get("input_embeddings")
     stop = max(len(keys) - 1, *(computed.n_tokens for computed in models))
@@ -404,7 +400,7 @@ def _compute_prompt(request: Taken, options: dict[str, Any]) -> int:
         if not size:
             raise ClientGone
         segment = bisect_right(ends, position)
-        # Models with different numbers of tokens first compute to the same position.
+        # The model with fewer cached tokens first computes up to the other's position.
         further = (computed.n_tokens for computed in models if computed.n_tokens > position)
         end = min([ends[segment], *further, position + size])
         rows: dict[str, Any] = {}

@@ -25,7 +25,7 @@ MOST_DRAFTED = 16
 MOST_CREDIT = 4.0
 """The largest gain, in steps, that is kept for later wrong drafts."""
 PAID_OFF = 0.01
-"""The part of a step by which each step without drafts reduces a loss."""
+"""Each step without drafts reduces a loss by this part of a step's time."""
 _INDEXED_AT_ONCE = 2048
 """The number of older ids that are indexed in one step."""
 
@@ -58,7 +58,7 @@ class PromptLookup:
     """Makes the steps of a single reply; some steps have several tokens. Generation thread.
 
     The gains and losses of drafts are summed, in steps. Nothing is drafted while the sum is
-    negative. So wrong drafts cost earlier gains, a step or two, and `PAID_OFF` of the time.
+    negative. So if all drafts are wrong, a long reply takes about 1% longer (`PAID_OFF`).
     A call of the model gets at most `most_taken_back(caches)` tokens.
     """
 
@@ -105,7 +105,7 @@ class PromptLookup:
         The device may still be computing the next token: wait only if drafts are possible.
         """
         (uid,), (ids,), n_most = batch.uids, batch.tokens, batch.max_tokens[0]
-        n_room = self._most_taken_back(batch.prompt_cache) - 1  # only drafts are removed
+        n_room = self._most_taken_back(batch.prompt_cache) - 1  # the call also has the next token
         n_ids = min(self._n_ids, n_most - batch._num_tokens[0] - 1, n_room)
         if n_ids < 1:
             return []

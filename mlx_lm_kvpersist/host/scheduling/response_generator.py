@@ -1,7 +1,7 @@
 """The server's response generator: the hooks, the order of waiting requests, the end of its thread.
 
 While other sequences are served, a request whose data a plugin prefetches waits until the data is
-in RAM. Other requests may pass it.
+in RAM. Other requests may enter before it.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     """Whether a step has run since the batch began."""
     _stops = _is_told_to_stop = False
     _n_steps = _n_messages = 0
-    """With several ranks: the number of steps, and of messages up to the last exchange."""
+    """With several ranks: the number of steps, and of messages up to the last step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._admission = AdmissionQueue()
@@ -111,7 +111,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         """Return the next request that stock is to serve, None if no request may enter.
 
         While stock serves a batch, it passes no timeout. This method then waits only before the
-        batch's first step. A request that would end the batch passes no other request. While
+        batch's first step. A request that would end the batch overtakes no other request. While
         nothing is served, the oldest request enters at once.
         """
         self._has_looked = True
@@ -197,20 +197,20 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         return LOOK_S if is_arriving and self._admission.left_s(QUIET_GAP_S) > 0 else None
 
     def _looks_first(self) -> bool:
-        """Whether stock looks for requests before the next step; never twice in a row.
+        """Whether stock looks for requests before the next step; never True twice in a row.
 
-        Stock does not look while a batch ends for another model, but the steps must continue.
+        If a batch ends for another model, stock does not look, and the steps must continue.
         """
         self._has_looked = not self._has_looked and self._is_asked_of_all()
         self._has_stepped |= not self._has_looked
         return self._has_looked
 
     def _is_asked_of_all(self) -> bool:
-        """Whether all ranks ask rank 0 now. Every rank calls this after each step."""
+        """Whether all ranks look for requests now. Every rank calls this after each step."""
         if not self._ranks.are_several:
             return self._is_asked()
-        # A rank that asks waits for the running step. So ranks ask after a step in which they have
-        # already waited for each other, or after ASK_EVERY steps.
+        # A question to rank 0 waits for the running step. So ranks ask after a step in which they
+        # exchanged messages anyway, or after ASK_EVERY steps.
         self._n_steps += 1
         self._ranks.progressed()
         has_waited, is_asked = self._n_messages != self._ranks.n_messages, False
@@ -283,7 +283,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         if ClientRequest.of(request).continues:
             tokens = with_first_space(tokens, context.prompt, self.model_provider.tokenizer)
         timed = self._timed(request, tokens, queued_s)
-        next(timed)  # else `_ended` is not called if the client leaves before a token
+        next(timed)  # starts it: else its `finally` would not run if the client left
         return context, timed
 
     def _render_ahead(self, request: Any, args: Any) -> None:
@@ -351,7 +351,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _rendered_once(
         self, tokenizer: Any, request: Any, args: Any, waiting: Waiting | None
     ) -> Rendered:
-        """Return rank 0's rendering: templates may show the time, and files may differ."""
+        """Return rank 0's rendering: templates may show the time, and ranks' files may differ."""
         own: list[Rendered] = []
 
         def render() -> tuple[Any, Prompt] | None:
@@ -393,7 +393,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         Raises:
             RequestRefused: no prompt can be made, the prompt is too long, or an id is wrong.
         """
-        # Not on an HTTP thread: `n_logits` builds a graph, and mlx 0.31.2 aborts if another runs.
+        # Not on an HTTP thread: mlx 0.31.2 aborts if `n_logits` builds a graph while another runs.
         if args.logits.logit_bias or args.sampling.top_k > 0 or args.top_logprobs > 0:
             check_ids(args, self.model_provider.n_logits)
         rendered: Rendered | None = getattr(request, "rendered", None)
@@ -539,7 +539,7 @@ class Continuing:
 def with_first_space(tokens: Iterable[Any], prompt: Sequence[int], tokenizer: Any) -> Iterator[Any]:
     """Yield stock's responses; the first text gets back the space that stock's detokenizer drops.
 
-    Dropping it is right only at the beginning of a message. prompt: the ids before the reply.
+    The space must be dropped only where a message begins. prompt: the ids before the reply.
     """
     before = list(prompt[-_N_BEFORE:])
     n_chars, ids = len(tokenizer.decode(before)), list[int]()

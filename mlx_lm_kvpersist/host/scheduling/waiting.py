@@ -13,7 +13,7 @@ from ..hooks import ClientRequest, Prompt
 from ..manager import Taken
 
 GAP_S = 0.05
-"""How long new requests may work between two steps of the replies."""
+"""How long plugins may work for new requests between two steps of the replies."""
 
 QUIET_GAP_S = 0.25
 """The same limit while no reply has begun, so that prompts are computed together."""
@@ -22,7 +22,7 @@ WORK_S = 0.005
 """If `advance` takes longer, the plugin has worked for the request."""
 
 LARGE_S = 0.25
-"""A request that has worked longer lets shorter requests pass."""
+"""If a plugin has worked longer for a request, other requests go first (`_in_turn`)."""
 
 WEIGH_EVERY = 32
 """The number of reply tokens after which the memory account is updated again."""
@@ -138,8 +138,8 @@ class Waiting:
 class AdmissionQueue(deque[Waiting]):
     """The requests that have not entered yet, in the order of arrival.
 
-    Between two steps of the replies, one request works, for about GAP_S. While no reply has begun,
-    all requests work, for QUIET_GAP_S. At least one request makes progress.
+    Between two steps of the replies, a plugin works for one request, for about GAP_S. While no
+    reply has begun, plugins work for all, for QUIET_GAP_S. At least one request makes progress.
     """
 
     _gap_began_s: float | None = None
@@ -189,7 +189,7 @@ class AdmissionQueue(deque[Waiting]):
         return ready
 
     def _finished(self, gap_s: float) -> Waiting | None:
-        """Let each request work until it waits for something; remove the first that is ready."""
+        """Advance each request until it waits for something; remove the first that is ready."""
         for waiting in self._in_turn():
             while not waiting.is_ready and self.left_s(gap_s) > 0:
                 has_worked = waiting.advance() > WORK_S
@@ -206,14 +206,13 @@ class AdmissionQueue(deque[Waiting]):
         self._gap_began_s = None
 
     def left_s(self, gap_s: float) -> float:
-        """Return the remaining seconds of the current pause."""
         if self._gap_began_s is None:
             self._begin_gap()
         assert self._gap_began_s is not None
         return max(0.0, self._gap_began_s + gap_s - time.perf_counter())
 
     def _begin_gap(self) -> None:
-        """Let the requests work in turn, until one is ready or has done some work."""
+        """Advance the requests in turn, until a request is ready or its plugin has worked."""
         self._gap_began_s, self._has_moved = time.perf_counter(), False
         self._n_gaps += 1
         for waiting in self._in_turn():
@@ -221,7 +220,7 @@ class AdmissionQueue(deque[Waiting]):
                 return
 
     def _in_turn(self) -> list[Waiting]:
-        """Return the requests in order; in two of three pauses, long work comes last."""
+        """Return the requests in order; in two of three pauses, those with long work come last."""
         in_order = list(self)
         if self._n_gaps % 3:
             in_order.sort(key=lambda one: one.spent_s > LARGE_S)
