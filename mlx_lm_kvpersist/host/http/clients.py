@@ -37,7 +37,7 @@ KEEPALIVE_S = 10.0
 DRAIN_S = 5.0
 """How long replies may continue after SIGTERM or SIGHUP."""
 RESET_S = 0.01
-"""How long a new request waits for the reset of a client that has sent a FIN."""
+"""If a client has sent a FIN, a new request waits this long for the client's reset."""
 _COMMENT = b":\n\n"
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class ClientConnection(io.BufferedIOBase):
         with self.lock:
             self._keepalive_at_s = time.monotonic() + KEEPALIVE_S
             rest, self._unsent = self._unsent + self._without_probes(written), b""
-            try:  # sendall would first check whether the client can receive bytes
+            try:  # one system call: sendall would first poll
                 n_sent = os.write(self._connection.fileno(), rest)
             except BlockingIOError:
                 n_sent = 0

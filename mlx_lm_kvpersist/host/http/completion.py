@@ -27,7 +27,7 @@ class Completion:
     """One reply. HTTP thread; `keepalive` runs on the clients' thread.
 
     api: None for stock's own API, whose errors have OpenAI's form. reply: the `ReplyFormat`; None
-    for a path that this package does not know, for which stock sends the reply.
+    for a path that this package does not know: stock then sends the reply.
     """
 
     request: Any = None
@@ -46,8 +46,8 @@ class Completion:
         self._handler, self._client = handler, handler.client
         self._api, self.reply, self._tools = api, reply, tools
         self.stop_words = self.marks = StopWords(())
-        """`marks`: stop words with a mark. They are searched in the tokens, because stock removes
-        marks from the text."""
+        """`marks`: stop words with a mark, such as "</think>". They are searched in the tokens,
+        because stock removes marks from the text."""
         self.streams = streams
         self._context: Any = None
         self._is_open = False
@@ -61,7 +61,7 @@ class Completion:
         self.tokens: list[Any] = []
         """Stock's responses, for the log probabilities in a reply that is not a stream."""
         self._n_read = self._n_added = self._n_reasoning = 0
-        """The numbers of tokens that were read, that are in parts, and that are in reasoning."""
+        """The numbers of tokens: read, read before the last `add`, and in reasoning."""
         self._unread = ""
         """The text of invalid tool calls."""
         self._has_ended = False
@@ -109,7 +109,7 @@ class Completion:
         self._has_ended = True
 
     def _parse_call(self, parse: Callable[..., Any], text: str, shown: Any) -> Any:
-        """Parse a call, even of a deferred tool. Save an invalid call's text: stock drops it."""
+        """Parse a call, also of a tool with `defer_loading`. Save invalid text: stock drops it."""
         try:
             if self._tools is None:
                 raise ValueError("no call is wanted")
@@ -138,7 +138,7 @@ class Completion:
             self._send(self.reply.begin(n_prompt, max(0, n_cached)))
 
     def show_progress(self, n_done: int, n_all: int) -> None:
-        """Stock's own streams show the progress in a comment."""
+        """Send the progress as comments to streams of stock's API, like stock."""
         self.doing = f"prefill {n_done:,} of {n_all:,}"
         if self._api is None and self.streams:
             self._client.write(f": keepalive {n_done}/{n_all}\n\n".encode())
@@ -166,7 +166,7 @@ class Completion:
             self._send(self.reply.add(text, reasoning, tool_calls))
 
     def end(self, n_prompt: int, n_new: int, n_cached: int) -> None:
-        """Plugins see the reply before its end is sent."""
+        """End the reply. Plugins see it before its last part is sent."""
         with self._client.lock:
             self._client.end_keepalives()
             events = self.reply.add(*self._last)
@@ -349,7 +349,7 @@ class StopWords:
         return shown
 
     def rest(self) -> str:
-        """Return the waiting text: no later text completes a stop word."""
+        """Return the waiting text. Called when no later text can complete a stop word."""
         rest, self._held = self._held, ""
         return rest
 

@@ -121,7 +121,7 @@ def check_parameters(body: Mapping[str, Any], values: Any) -> None:
         number = getattr(values, name)
         require(_fits_float(number), name, number, "a number below 8e307")
         if isinstance(number, int) and abs(number) >= _MLX_INTEGERS:
-            setattr(values, name, float(number))  # MLX refuses the integer, and stock's thread ends
+            setattr(values, name, float(number))  # MLX refuses large integers; stock's thread ends
     # mlx-lm 0.32.0 accepts 0, and then its generation thread ends.
     require(values.max_tokens >= 1, "max_tokens", values.max_tokens, "at least 1")
     for kind in ("repetition", "presence", "frequency"):
@@ -131,7 +131,7 @@ def check_parameters(body: Mapping[str, Any], values: Any) -> None:
     require(is_seed, "seed", values.seed, "an integer from 0 to 2**64 - 1")
     top = values.top_logprobs
     require(top is not True, "top_logprobs", top, "an integer")
-    if values.temperature != 0:  # otherwise mlx-lm calls no sampler
+    if values.temperature != 0:  # at 0, mlx-lm calls no sampler
         require(values.top_k is not True, "top_k", values.top_k, "an integer")
         require(values.min_p == values.min_p, "min_p", values.min_p, "a number from 0 to 1")
         is_right = not values.xtc_probability > 0 or values.xtc_threshold <= 0.5
@@ -163,8 +163,8 @@ def check_model(name: str, own: Sequence[str], loaded: str | None) -> None:
 def find_on_hub(name: str) -> None:
     """Raise an exception of the hub, or FileNotFoundError, unless a model is cached or on the hub.
 
-    If the hub cannot be reached, a snapshot fails at once. A single file would be retried for half
-    a minute.
+    If the hub cannot be reached, `snapshot_download` fails at once. One file's
+    download would be retried for half a minute.
     """
     if not isinstance(try_to_load_from_cache(name, "config.json"), str):
         folder = snapshot_download(name, allow_patterns="config.json")
@@ -204,7 +204,7 @@ def is_continued(body: Mapping[str, Any], places: Sequence[str] = ()) -> bool:
     if last.get("role") != "assistant" or last.get("tool_calls") or not isinstance(text, str):
         expected = "expected an assistant's text as the last message"
         raise RequestRefused(f"continue_final_message is true, {expected}")
-    if text != text.rstrip():  # templates drop this space, and the next word has its own
+    if text != text.rstrip():  # templates drop this space, and the next word begins with a space
         place = [f"messages[{len(messages) - 1}].content", *places][-1]
         why = "final assistant content cannot end with trailing whitespace; leave it out"
         raise RequestRefused(f"{place}: {why}")

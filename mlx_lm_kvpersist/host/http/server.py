@@ -73,7 +73,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     """The name of each message in the body of an API other than stock's."""
     close_connection = True  # http.server can refuse a request before it sets this
     generator: Any
-    """The server's response generator, without an ObservedGenerator."""
+    """The server's response generator, not an ObservedGenerator."""
     completion: Any = None
     """The `Completion` of the request while its reply is generated, else None."""
     stock_response: Callable[..., dict[str, Any]]
@@ -81,7 +81,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
 
     @property
     def body(self) -> Any:
-        """Tidied when stock sets it, because stock then reads its fields."""
+        """The body, tidied when stock sets it: stock then reads its fields."""
         return self._body
 
     @body.setter
@@ -215,7 +215,6 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         return body
 
     def serve(self, api: API) -> None:
-        """Answer a request to another API."""
         with self.failures_told(api):
             self.complete(self._parsed(api), api)
 
@@ -393,7 +392,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         error = sys.exc_info()[1] if status_code >= 400 else None  # stock passes no error
         if isinstance(error, RequestRefused | GenerationStopped | ConnectionError):
             raise error
-        if error is not None:  # of any kind: stock answers 404 to every error of `generate`
+        if error is not None:  # stock answers 404 to all errors of `generate`
             is_of_json = isinstance(error, json.JSONDecodeError)
             what = "Invalid JSON in request body: " if is_of_json else ""
             raise RequestRefused(f"{what}{error}", status_code) from error
@@ -421,7 +420,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         """Add the plugins' headers last: a reply that is not a stream is complete by then."""
         completion = self.completion
         if completion is not None and self._status == 0:
-            return  # stream headers, but the client gets one whole reply
+            return  # a stream's headers, but the reply is not a stream
         self._has_replied = True
         if completion is None or completion.request is None or self._status != 200:
             super().end_headers()
@@ -451,7 +450,6 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         return {}
 
     def completion_usage_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """End the reply."""
         if self.completion.reply is None:
             return self.stock_usage(*args, **kwargs)
         self.completion.end(*args, **kwargs)
