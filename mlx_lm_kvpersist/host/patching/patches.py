@@ -46,8 +46,8 @@ logger = logging.getLogger(__name__)
 class Overrides:
     """Expects that a class of the host has the methods that `by` overrides, with equal parameters.
 
-    Parameters that our method names have stock's order and defaults. It may take others with
-    `*args` and `**kwargs` if they have defaults.
+    Parameters that our method names have stock's order and defaults. Our method may take other
+    parameters with `*args` and `**kwargs` if these have defaults.
     """
 
     name: str
@@ -197,7 +197,7 @@ def subclass(plugin: type[Any]) -> Callable[[type[Any]], type[Any]]:
 
 
 def back_on_its_device(stock: Callable[[], None]) -> Callable[[], None]:
-    """Return a `clear_cache` after which the thread stays on the GPU that it computes on."""
+    """Return a `clear_cache` after which the thread's own GPU is current again."""
 
     @wraps(stock)
     def clear_cache() -> None:

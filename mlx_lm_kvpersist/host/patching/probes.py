@@ -237,7 +237,7 @@ def requests_pass_plugins(server: ModuleType) -> None:
     provider = SimpleNamespace(cli_args=ARGS, tokenizer=tokenizer, processor=None, max_context=None)
     provider.reads_images, provider.is_batchable = False, True
     with probing() as plugin, replaced(server.ResponseGenerator, "_generate", lambda self: None):
-        generator = server.ResponseGenerator(provider, None)  # like `run`
+        generator = server.ResponseGenerator(provider, None)
         generator.join()
         chat = [{"role": "user", "content": "x"}]
         request = server.CompletionRequest("chat", "", chat, None, {"user": ""})
@@ -475,7 +475,7 @@ def run_starts_and_stops_plugins(server: ModuleType) -> None:
 
 
 def buffers_are_read_after_clearing(mlx: ModuleType) -> None:
-    """A host array can reuse a GPU's buffer after `clear_cache`, as stock's prompts do."""
+    """After `clear_cache`, an array of Python numbers can reuse a GPU's buffer, as in stock."""
     numbers = mlx.random.normal((1 << 16,))
     mlx.eval(numbers)
     mlx.clear_cache()
