@@ -3,8 +3,8 @@
 A client sends the whole conversation with each turn. So an attachment is refused only in the newest
 question. In other messages the same line always replaces it, so the prompt stays the same.
 
-After a refusal Claude Code sends one message with the attachment, its text and the new question. A
-second refusal would end the conversation.
+After a refusal, Claude Code's next message has the attachment, the text sent with it, and the new
+question. A second refusal would end the conversation.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _images_moved(messages: list[Message]) -> list[Message]:
 def _question(messages: list[Message]) -> int | None:
     """Return the index of the user's question if the conversation ends with one.
 
-    A user's message after a tool's result belongs to that result, and later turns repeat it.
+    A user's message after a tool's result is a part of the result, which later turns repeat.
     """
     question = None
     for i in reversed(range(len(messages))):
@@ -108,7 +108,7 @@ def _question(messages: list[Message]) -> int | None:
 
 
 def _is_followed_up(content: list[Part], i: int) -> bool:
-    """Tell whether the client added a new question after a part and its text."""
+    """Tell whether two texts follow a part: the text sent with it and a new question."""
     texts = [str(block["text"]) for block in content[i + 1 :] if block["type"] == "text"]
     return len([text for text in texts if not _TAGS.fullmatch(text)]) > 1
 
@@ -120,7 +120,7 @@ def _is_read(block: Part, reads_images: bool) -> bool:
 
 
 def _readable_part(contents: list[Part], i: int, reads_images: bool) -> Part:
-    """Return a part, or the line that replaces it. Templates add no line breaks."""
+    """Return a part, or the line that replaces it, with line breaks: templates add none."""
     if _is_read(contents[i], reads_images):
         return contents[i]
     readable = "text and images" if reads_images else "text"

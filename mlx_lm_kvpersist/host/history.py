@@ -1,7 +1,7 @@
-"""A conversation in a form that the chat template of its request renders.
+"""Changes a conversation into a form that the chat template of its request renders.
 
 Clients send the whole conversation with each request, so a message that the template refuses would
-end the conversation for good. Short conversations show what a template refuses.
+end the conversation for good. Short test conversations show what a template refuses.
 
 A conversation that the template renders stays unchanged, with one exception: a system message that
 the template leaves out, moves, or treats as the assistant's. With such a message, the next turn
@@ -131,10 +131,10 @@ class Template:
             return None
 
     def fits(self, before: list[str], kind: str) -> bool:
-        """Tell whether the template renders a kind of message after messages of kinds `before`."""
+        """Tell whether the template renders `kind` after `before`, or refuses every test."""
         ends, usual, place = _ENDS, before or ["user", "assistant"], None
         if kind == "system":
-            # A template that counts messages would treat a system message as the assistant's.
+            # The end shows whether a template that counts messages misreads a system message.
             is_asked = before[-1:] in (["user"], ["tool"])
             ends, place = ((_ENDS[2],) if is_asked else (_ENDS[1],)), len(before)
             usual = ["user"] if is_asked else ["user", "assistant"]
@@ -209,17 +209,17 @@ class Template:
         return _calling(self.form_of({"where": _MARK}), ids)
 
     def _reads(self, name: Hashable, form: list[Message], usual: list[Message]) -> bool:
-        """Tell whether the template renders `form`; also True if it renders neither form."""
+        """Tell whether the template renders `form`, or refuses both `form` and `usual`."""
         texts = (self.rendered([_ASKED, *messages]) for messages in (form, usual))
         return self._first(name, texts) == 0
 
     def _first(self, name: Hashable, texts: Iterable[str | None]) -> int:
-        """Return the index of the first text that was rendered, or 0. A test runs once per name."""
+        """Return the index of the first rendered text, or 0; remember it by `name`."""
         if name not in self._known:
             readable_at = (i for i, text in enumerate(texts) if text is not None)
             index = next(readable_at, 0)
             if len(self._known) > _MOST_KNOWN:
-                self._known.clear()  # clients may send ever new roles
+                self._known.clear()  # clients may send new roles without end
             self._known[name] = index
         return self._known[name]
 
@@ -234,7 +234,7 @@ class _Fitting:
         self._template, self._adapts_all = template, adapts_all
         self.fitted: list[Message] = []
         self._kinds: list[str] = []
-        """The kinds of the fitted messages since the last answer, without repetitions."""
+        """The kinds of the fitted messages, without repetitions and old turns."""
         self._open: list[dict[str, Any]] = []
         """The fitted calls without a result, since the last question or answer."""
         rest = deque(messages)
@@ -246,7 +246,7 @@ class _Fitting:
             self._ask()
 
     def _fit(self, message: Message, rest: deque[Message]) -> Iterator[Message]:
-        """Yield a message in a rendered form, then the results of its calls, taken from `rest`."""
+        """Yield a message that the template renders, then its calls' results, taken from `rest`."""
         kind = _kind(message)
         if kind == "function" and not self._template.fits(["user", "assistant"], kind):
             message, kind = {**message, "role": "tool"}, "tool"
@@ -344,7 +344,7 @@ class _Fitting:
         if kind == "tool" and not template.reads_calls():
             return False
         if kind not in _JOINS and not template.fits(["user", "assistant"], kind):
-            return False  # as a reply, a template that counts messages accepts any role
+            return False  # a template that counts messages accepts any role as a reply
         return template.fits(self._kinds, kind)
 
     def _append(self, message: Message, kind: str) -> None:

@@ -119,12 +119,12 @@ class ClientRequest:
 class Prompt:
     """A tokenized prompt, and the segments into which `ResponseGenerator._tokenize` cuts it.
 
-    `ids` are the joined segments; `segment_types` has "system" or "user" for each.
-    The prompt was rendered from `messages`. All sequences become tuples.
+    `ids` are the joined segments; `segment_types` has "system" or "user" for each
+    segment. The prompt was rendered from `messages`. All sequences become tuples.
 
-    An image is a run of negative ids: the first is its SHA-256, below -(2**256), and all further
-    ids are -1. These ids stand for the image in the model's input; plugins must not change them. In
-    `messages` an image is a part of the type "image" with its SHA-256 in hexadecimal.
+    An image is a run of negative ids. The first is made from the image's SHA-256, and is at most
+    -(2**256). All further ids are -1. Plugins must not change these ids. In `messages` an image is
+    a part of the type "image" with its first id in hexadecimal, without the minus sign.
     """
 
     ids: Sequence[int]
@@ -195,7 +195,7 @@ class ModelSupport:
     `weigh(replies, prompts, n_bytes)` records the running sequences, and returns whether memory
     suffices while the replies grow. It is called when sequences begin, end or grow by more than a
     few tokens. `replies` has the number of tokens of each reply so far, prompt included. `prompts`
-    has the number of tokens of each prompt that is, or soon will be, computed. `n_bytes` is the
+    has the number of tokens of each prompt that is queued or being computed. `n_bytes` is the
     size of all these caches. If memory does not suffice, the youngest reply is taken out of the
     batch, and continues later (`TakenRequest.resume`). A sequence that is served alone is in
     `prompts`, and `n_bytes` is then None.
@@ -294,8 +294,8 @@ class TakenRequest:
     def insert(self, tokens: Sequence[int], caches: list[Any], cache_type: str) -> None:
         """Save the caches of `tokens`: the computed tokens of the prompt and of its reply.
 
-        In `caches`, a draft model's caches come after the main model's. All may hold fewer
-        tokens, because the last token is computed with the next token.
+        In `caches`, a draft model's caches come after the main model's. A cache may hold
+        fewer tokens, because the model reads a reply's last token only to compute the next token.
 
         cache_type: "system" or "user" at the end of such a segment of a prompt; "prefill" after any
         other chunk of a prompt; "assistant" at the end of the reply, or when the client left;

@@ -190,7 +190,7 @@ def prepare_messages(messages: list[Any], tools: Any) -> None:
 
 
 def plugin_routes() -> dict[tuple[str, str], Route]:
-    """Return the plugins' routes by method and path; raises ConfigError if two share both."""
+    """Return the plugins' routes by (method, path); raises ConfigError if two have the same key."""
     routes: dict[tuple[str, str], Route] = {}
     for answer in ask("routes"):
         for route in answer:
@@ -242,7 +242,6 @@ class Taken:
         return prepared.prompt
 
     def draft_ids(self, run: Sequence[int], n: int) -> Sequence[int]:
-        """Return up to `n` ids that may follow `run`; none if the plugin fails."""
         drafts = self._safely(self.request.draft_ids, run, n, check=hooks.check_draft_ids)
         return drafts[:n] if drafts else ()
 
@@ -262,7 +261,7 @@ def take_request(request: ClientRequest, prompt: Prompt) -> Taken | None:
 class TakenTokens(list[int]):
     """Token ids of a request that a plugin took. Slices and in-place appends keep `taken`.
 
-    The stock server passes only a request's ids through its generator and its prompt cache.
+    They carry `taken` because stock passes only ids through its generator and prompt cache.
     """
 
     def __init__(self, ids: Iterable[int], taken: Taken) -> None:

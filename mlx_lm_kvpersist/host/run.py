@@ -195,10 +195,10 @@ def ending_cleanly(provider: Any = None, grace_s: float = GRACE_S) -> Iterator[l
     """Make SIGTERM and SIGHUP end the server as Ctrl-C does; yield the received signals.
 
     The handler raises KeyboardInterrupt. Stock catches it, stops listening and joins the generation
-    thread. If threads prevent the end, a second signal forces it, and so do `grace_s` seconds.
-    SIGHUP does not count: if a terminal is closed, the kernel and the shell send one each. The
-    signal of a failed generation thread (`provider.fatal_error`) does not count either. Outside the
-    main thread nothing changes.
+    thread. If threads prevent the end, the process is stopped after `grace_s` seconds, or by a
+    second signal. SIGHUP does not count: if a terminal is closed, the kernel and the shell send one
+    each. The signal of a failed generation thread (`provider.fatal_error`) does not count either.
+    Outside the main thread nothing changes.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
