@@ -51,7 +51,7 @@ class RamFirst:
         self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
     ) -> list[Block]:
         children = self.store.pool.children(parent, ahead, limit) if parent in self.complete else ()
-        return list(children) or self.store.children(parent, ahead, limit)  # also if evicted
+        return list(children) or self.store.children(parent, ahead, limit)  # if RAM evicted them
 
 
 class BlockStore:
@@ -129,7 +129,10 @@ class BlockStore:
         return list(blocks.values())[:limit]
 
     def ram_first(self, root: bytes, prompt: str | bytes) -> RamFirst:
-        """Return a source of blocks. Each lower tier is asked once, to find where RAM is enough."""
+        """Return a source that asks lower tiers only if RAM may lack children of a block.
+
+        First, each lower tier is asked once about the prompt's blocks in RAM.
+        """
         path: dict[bytes, bytes] = {}
         parent: bytes | None = root
         position = 0
@@ -214,7 +217,7 @@ class BlockStore:
             self.writer.postpone(keys[-1], later_task, has_ended=commit.leaf is not None)
 
     def _lacking(self, commit: Commit, chain: Sequence[Block]) -> list[Block]:
-        """Return the blocks before a commit that the disk lacks, if a tier is below the disk."""
+        """If a tier is below the disk, return the blocks that it lacks before a commit."""
         if len(self.below) == 1 or not commit.blocks:
             return []
         before = (block for block in reversed(chain) if block.start < commit.blocks[0].start)
@@ -239,7 +242,7 @@ class BlockStore:
     def ends(self, chain: Sequence[Block], session: str | None) -> set[bytes]:
         """Return the keys of a chain's blocks in which other sessions end or will end.
 
-        Sessions whose name is not `session` and pinned sessions are other sessions.
+        Other sessions are pinned, or their name is not `session`.
         """
         keys = [block.key for block in chain]
         stored = self.view.sessions_at(*keys)
@@ -262,7 +265,7 @@ class BlockStore:
         self.writer.resize(_queue_bytes(max_ram_bytes))
         self.pool.resize(max_ram_bytes)
         if self.pool.n_bytes > max_ram_bytes:
-            self.writer.write_postponed()  # written records may be evicted
+            self.writer.write_postponed()  # RAM may evict what is written
 
     def replies(self, root: bytes, digests: Sequence[bytes]) -> dict[bytes, bytes]:
         waiting = {
@@ -279,7 +282,7 @@ class BlockStore:
         self.writer.submit(run, is_note=True)
 
     def touch(self, chain: Sequence[bytes], checkpoints: Sequence[Checkpoint] = ()) -> None:
-        """Mark blocks (given by key) and checkpoints as used, and as proven by a restore."""
+        """Mark blocks (given by key) and checkpoints as used by a restore that succeeded."""
         self.pool.touch([*chain, *(block.key for block in checkpoints)], proven=True)
         self.change_index("mark used blocks", lambda index: index.touch(chain[-1], checkpoints))
 
@@ -342,7 +345,7 @@ class BlockStore:
     # Writer thread.
 
     def _save(self, tasks: Sequence[Task]) -> None:
-        """Write tasks: commits, or notes. A failed commit's blocks stay in RAM, but unpinned."""
+        """Save commits, or run notes. A failed commit's blocks stay in RAM, but unpinned."""
         if tasks[0].is_note:
             self.disk_tier.change("note the reuse of blocks", partial(self._note, tasks))
             return
@@ -368,7 +371,7 @@ class BlockStore:
                 task.run()
 
     def _bring_to_disk(self, commits: Sequence[Commit]) -> None:
-        """Save blocks that only a tier below the disk has, one at a time: RAM may be small."""
+        """Copy to disk blocks that only a tier below it has, one at a time: RAM may be small."""
         for commit in commits:
             for block in commit.blocks:
                 if block.key in self.pool or block.key in self.disk_tier:
@@ -377,7 +380,7 @@ class BlockStore:
                     self.disk_tier.store([Commit(commit.root, (block,))], {block.key: entry}.get)
 
     def _set_saved(self, commit: Commit) -> None:
-        # Only a turn clears failures: chunks and replies may fit although no turn fits.
+        # Only a saved turn clears failures. Smaller commits may fit although turns do not.
         if commit.leaf and commit.records:
             self.turns_saved += 1
             self._failures.clear()
@@ -391,7 +394,7 @@ class BlockStore:
         for replaced, successor in commit.leaf.replaced if commit.leaf else ():
             old, new = self.pool.get(replaced), self.pool.get(successor)
             if old and new and old.arrays.keys() != new.arrays.keys():
-                # The longer block is quantized: the old block stays for prompts that end in it.
+                # Only the longer block is quantized. The old one stays for prompts that end in it.
                 self.pool.set_stored([replaced], is_stored=False)
             else:
                 self.pool.drop_unpinned(replaced)

@@ -44,7 +44,7 @@ _DAMAGE = re.compile(
     re.DOTALL,
 )
 """Messages that mean damage. Errors have no codes in Python 3.10, and a wrong file format has a
-general code. In Python 3.10, a message that quotes a schema that is not UTF-8 is empty."""
+general code. If a schema is not UTF-8, Python 3.10 gives an empty message."""
 
 
 @dataclass
@@ -75,7 +75,7 @@ def is_locked(error: BaseException) -> bool:
 
 
 class Database:
-    """An SQLite file that exists; `files` opens it. Call `reopen` before the first use."""
+    """An existing SQLite file, perhaps encrypted. Call `reopen` before the first use."""
 
     def __init__(self, path: Path, files: OwnFiles) -> None:
         self.path = path
@@ -208,8 +208,8 @@ class Database:
 class Rows:
     """Queries to a database. Any thread.
 
-    If a query fails, `failed` is called with an action and the error, and the result is empty;
-    without `failed`, the error is raised.
+    If a query fails, the result is empty, and `failed` gets what failed, and the error. Without
+    `failed`, the error is raised.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class Rows:
     def ask_in(
         self, sql: str, keys: Iterable[Sequence[Any]], *values: Any, types: Sequence[Any] = ()
     ) -> list[Any]:
-        """Return the rows for any number of keys. In `sql`, `{}` must come after all `values`."""
+        """Return the rows for any number of keys. In `sql`, `{}` must come after the last `?`."""
         answers: list[Any] = []
         left = iter(keys)
         while some := list(islice(left, _MOST_AT_ONCE)):

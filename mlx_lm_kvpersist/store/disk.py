@@ -234,7 +234,6 @@ class DiskStore:
             self.files.write(sidecar, json.dumps(note).encode())
             self.files.move(path, target)
         except (OSError, StoreError) as error:
-            # A file that cannot be moved is removed, because it would block a good file.
             logger.warning("kvpersist: %s cannot be moved to quarantine: %s", path.name, error)
             self.files.remove(sidecar)
             self.files.remove(path)
@@ -265,14 +264,14 @@ class DiskStore:
     # Room.
 
     def used_bytes(self) -> int:
-        """Return the size of the store's files in bytes, including announced bytes."""
+        """Return the bytes of the store's files, with announced bytes (`Staging.announce`)."""
         totals = self.index.totals()
         other_bytes = self.files.n_bytes(*INDEX_FILES, "quarantine")
         announced, _ = staged_bytes(self.files)
         return totals.n_bytes + totals.sidecar_bytes + other_bytes + announced
 
     def free_bytes(self) -> int:
-        """Return the free space of the volume, less announced bytes that are not yet written."""
+        """Return the volume's free bytes, less bytes that are announced and not yet written."""
         announced, written = staged_bytes(self.files)
         return shutil.disk_usage(self.folder).free - (announced - written)
 
@@ -305,7 +304,7 @@ class DiskStore:
         with self.lock.held():
             too_much = self._excess(n_bytes)
             if too_much > 0:
-                sweep_staged(self.files)  # drops what ended processes announced
+                sweep_staged(self.files)  # removes ended processes' announcements
                 too_much = self._excess(n_bytes)
             if too_much > 0:
                 self.index.state.trim_replies(self.limits.max_disk_bytes // _REPLIES_SHARE)
@@ -454,8 +453,8 @@ def rebuild_index(files: OwnFiles, progress: Progress = lambda done, total: None
     """Rebuild the index of a store and put it in place; return the number of blocks.
 
     If the old index can be read, one transaction replaces its rows: a server may have it open, and
-    SQLite forbids moving a file in use. Otherwise the index goes to quarantine, and some small
-    state is lost with it. The caller holds the store's lock. Damaged files are left out.
+    SQLite forbids moving a file in use. Otherwise the index goes to quarantine, and a part of
+    `SmallState` is lost. The caller holds the store's lock. Damaged files are left out.
 
     Raises OSError if a file cannot be read now: without its row, a sweep would remove the file.
     Raises StoreFormatError if another version wrote the index or blocks.

@@ -35,7 +35,7 @@ class _Job:
     make: Callable[[], Commit]
     result: Saved | Exception | None = None
     commit: Commit = field(init=False)
-    """The commit as planned last; the disk then lacked `files`."""
+    """The planned commit. `files` were not on disk when it was planned."""
     files: list[NewFile] = field(default_factory=list)
     reserved_bytes: int = 0
     sizes: dict[Path, int] = field(default_factory=dict)
@@ -47,9 +47,9 @@ class _Job:
 class Saving:
     """Saves commits that share one transaction. Each commit is saved completely or not at all.
 
-    `file_of` returns the file of a record in RAM, and `block_of` a block in RAM. Earlier blocks
-    that are no longer on disk are written again. Keys in `keep` are not evicted. Files of `damaged`
-    records are replaced. `before_file` is called before each file and may take long.
+    `file_of` returns a record's new file, and `block_of` returns the block of a key, or None.
+    Earlier blocks that are no longer on disk are written again. Keys in `keep` are not evicted.
+    Files of `damaged` records are replaced. `before_file` may wait before each file.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class Saving:
     def save(self, commits: Sequence[Callable[[], Commit]]) -> list[Saved | Exception | None]:
         """Write the missing files of commits, and commit them; return the results.
 
-        Each function in `commits` is called under the lock, before each plan. Checkpoints that no
-        longer exist, or whose block is not on disk, are left out; the commit then supersedes
-        nothing. A result is None if a needed block is neither on disk nor in RAM. It is a
-        StoreError if the commit is too big, and another exception if the disk refuses.
+        Each function in `commits` is called under the lock, before each plan. A checkpoint is
+        left out if it or its block is missing; then no superseded checkpoints are removed. A result
+        is None if a needed block is neither on disk nor in RAM. It is a StoreError if the commit is
+        too big, and another exception if the disk refuses.
         """
         jobs = left = [_Job(make) for make in commits]
         with self._continuing(_REMOVE), closing(self._staging) as staging:
@@ -86,9 +86,9 @@ class Saving:
                         left = [job for job in left if job.result is None]
                         if not left:
                             with self._continuing(_REMOVE):
-                                staging.close()  # under the lock: moved files still count twice
+                                staging.close()  # under the lock, or moved files may count twice
                 except Exception as error:
-                    # If no job has failed, the lock or the transaction has.
+                    # If no job failed, the lock or the transaction failed.
                     for job in left if all(job.result is None for job in left) else ():
                         job.result = error
                 else:
@@ -101,7 +101,7 @@ class Saving:
         return [file for file in job.files if file.block.key not in self._staging.sizes]
 
     def _commit_written(self, jobs: Sequence[_Job]) -> list[_Job]:
-        """Plan all jobs, and commit those before the first that lacks files; return the others.
+        """Plan all jobs. Commit jobs until a job lacks files; return the jobs still to commit.
 
         If a plan, a commit or the transaction fails, nothing is changed, and the error is raised.
         """
@@ -151,7 +151,7 @@ class Saving:
             logger.warning("kvpersist: cannot %s: %s", what, error)
 
     def _plan(self, job: _Job) -> bool:
-        """Find what can be committed now; return False, and log it, if a block is missing."""
+        """Plan what can be committed now. If a block is missing, log this and return False."""
         commit, files = job.make(), list[NewFile]()
         root = commit.root
 
@@ -198,7 +198,7 @@ class Saving:
         return False
 
     def _make_room(self, jobs: Sequence[_Job]) -> None:
-        """Make room for the files that commits lack; a failure becomes its job's result."""
+        """Make room for the files that commits lack. If a job fails, the error is its result."""
         disk = self._disk
         keep = set(self._keep).union(*(job.commit.keys() for job in jobs))
         counted: set[bytes] = set()
@@ -281,7 +281,7 @@ class Saving:
                 self._disk.asked_again_tokens += file.block.n_tokens
         for replaced, _ in job.commit.leaf.replaced if job.commit.leaf else ():
             if not self._disk.files.path_of(replaced, Block.folder).exists():
-                continue  # only RAM had it
+                continue  # it was only in RAM
             with self._continuing(_REMOVE):
                 self._disk.forget(replaced)
 
@@ -300,7 +300,7 @@ def _entries_bytes(*sizes: int) -> int:
 
 
 class DiskTier:
-    """A store's folder as a tier below RAM. `failed` gets an action and its error."""
+    """A store's folder as a tier below RAM. `failed` gets what failed, and the error."""
 
     name = DISK
 
@@ -334,14 +334,14 @@ class DiskTier:
         return arrays
 
     def content_of(self, record: Record) -> bytes:
-        """Return the arrays of a block or checkpoint file. Raises BlockCorrupt and OSError."""
+        """Return the decrypted content of a record's file. Raises the errors of `OwnFiles.open`."""
         return self.disk.files.read(self.disk.files.path_of(record.key, record.folder))
 
     def store(
         self, commits: Sequence[Commit], entry_of: Callable[[bytes], KVBlock | None]
     ) -> list[Saved | Exception | None]:
         lost = self._lost.copy()
-        # Not for checkpoints alone: if their blocks are evicted, such a commit is not written.
+        # A commit of checkpoints protects no blocks: it is not written if they are evicted.
         waiting = (commit for commit in self._writer.commits() if commit.blocks)
         keep = {key for commit in waiting for key in commit.keys()}
 

@@ -2,8 +2,8 @@
 
 An encrypted object is a magic with a format number, a nonce, and the content encrypted with AES-256
 in Galois/Counter Mode, with the tag at the end (NIST SP 800-38D). The tag also authenticates the
-object's name. The nonce is random, 96 bits (8.2.2), so one key may encrypt 2**32 objects (8.3). An
-object is encrypted and decrypted in one piece, at most 2 GiB.
+object's name. The nonce is random, 96 bits (section 8.2.2), so one key may encrypt 2**32 objects
+(8.3). An object is encrypted and decrypted in one piece, at most 2 GiB.
 
 One key for each purpose is derived from the key in the key file (HKDF with SHA-256, RFC 5869). An
 object in a shared store is named by the HMAC-SHA256 of its key. A file in a store's folder is named

@@ -50,7 +50,7 @@ def write_block(path: Path, block: Record, root: Root, arrays: Arrays, files: Ow
     # Arrays without elements are in the metadata, because MLX 0.31 cannot write them.
     empty = {name: x for name, x in arrays.items() if not x.size}
     if empty:
-        # The dtype is given by its name in MLX, such as "float32".
+        # For example, ["float32", [0, 8]].
         described = {name: [f"{x.dtype}".rpartition(".")[2], x.shape] for name, x in empty.items()}
         metadata["empty"] = json.dumps(described)
     written = {name: x for name, x in arrays.items() if x.size}
@@ -60,7 +60,7 @@ def write_block(path: Path, block: Record, root: Root, arrays: Arrays, files: Ow
         written = {name: mx.take(x, mx.arange(len(x)), axis=0) for name, x in written.items()}
         mx.eval(written)
     metadata["checksum"] = checksum({**written, **empty}, metadata)
-    # MLX would open the file again and empty it. On ext4, closing it then waits for the disk.
+    # mx.save_safetensors empties the new file. On ext4, closing an emptied file waits for a disk.
     header: dict[str, object] = {"__metadata__": metadata}
     end = 0
     for name, array in written.items():
@@ -76,7 +76,7 @@ def write_block(path: Path, block: Record, root: Root, arrays: Arrays, files: Ow
 
 
 def _plain(array: mx.array) -> Any:
-    """Return an array of the same bytes, without gaps. Keep it as long as its memoryview."""
+    """Return an array of the same bytes, without gaps. Keep the array while its memory is read."""
     # numpy and the buffer protocol do not know bfloat16; only the bytes matter here.
     plain: Any = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
     return plain if memoryview(plain).c_contiguous else mx.contiguous(plain)
@@ -118,7 +118,7 @@ def read_file(path: Path, files: OwnFiles) -> tuple[Record, Root, Arrays]:
         arrays: Any = mx.load(str(path))
         mx.eval(arrays)
     except (RuntimeError, ValueError) as error:
-        # The header and the size are right: the machine cannot read the file now.
+        # The header and size are right, but the file cannot be read now.
         if not path.exists():  # another process evicted it
             raise FileNotFoundError(path) from error
         raise OSError(errno.EIO, f"{path.name}: {error}") from error
@@ -151,7 +151,7 @@ def _checked(arrays: dict[str, mx.array], metadata: Mapping[str, str], name: str
             if math.prod(shape):  # no memory is allocated before the checksum is verified
                 raise ValueError(f"{empty} has the shape {shape}")
             arrays[empty] = mx.zeros(shape, getattr(mx, dtype))
-            mx.eval(arrays[empty])  # here, because another thread may use it
+            mx.eval(arrays[empty])  # now, because another thread may use the array
     except (*MALFORMED, RuntimeError) as error:
         raise BlockCorrupt(f"{name}: its metadata cannot be read: {error!r}") from error
     if metadata.get("checksum") != checksum(arrays, metadata):

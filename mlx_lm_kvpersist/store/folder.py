@@ -1,17 +1,17 @@
 """The plugin's own files in a folder: the only module that opens, moves or removes them.
 
-A regular file is the plugin's own if its name has exactly a form that the plugin gives, and if its
-path below the folder has no link. No other file is moved, removed or counted. The folder itself may
-be reached through a link.
+A regular file is the plugin's own if its path below the folder matches `_FORMS` and contains no
+link. No other file is moved, removed or counted. The folder itself may be reached through a link.
 
 New files are written without the lock, and moved into the store under it:
 
-    lock                                locked (flock) while a process changes the store; names it
-    writing/1a2b3c4d.lock               locked (flock) by its process; has its announced bytes
+    lock                                locked (flock) during each change; has the process's name
+    writing/1a2b3c4d.lock               locked (flock) by its process; announces a number of bytes
     writing/1a2b3c4d-KEY.safetensors    a block or checkpoint that this process writes
 
-Announced bytes count as used: no other process takes this space. If a process ends in any way, its
-lock ends too; the next sweep then removes its files.
+A process announces how many bytes it will write. Announced bytes count as used: no other process
+takes this space. If a process ends in any way, its lock ends too; the next sweep then removes its
+files.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ..errors import BlockCorrupt, StoreError, StoreFormatError
 logger = logging.getLogger(__name__)
 
 MARKER = "kvpersist-store"
-"""Marks a folder as a store. The content matters only if it is the mark of a key."""
+"""The file that marks a folder as a store. In an encrypted store, it has the key's mark."""
 _ENCRYPTED = "It is encrypted; the mark of its key is"
 INDEX_FILES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm")
 OBJECTS = "kvpersist"
@@ -59,7 +59,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY
 _LINKS = (errno.ENOTDIR, errno.ELOOP, errno.EMLINK)
 """The error numbers if a link or a file is opened as a folder."""
 _IRREGULAR = (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.ENOTSUP, errno.EOPNOTSUPP)
-"""The error numbers of opening a link or a socket, the last two on macOS."""
+"""The error numbers if a link or a socket is opened as a file, the last two on macOS."""
 RANK_FOLDER = re.compile(r"rank-(\d+)-of-(\d+)")
 """The folder of one rank's store; it may be in the folder of another store."""
 _NOT_COUNTED = re.compile(
@@ -80,7 +80,7 @@ class Plain:
     """No encryption: objects and files are named by their keys. The subclass `Cipher` encrypts."""
 
     mark = ""
-    """Identifies the key of a store. The key cannot be derived from the mark."""
+    """Identifies the encryption key. The key cannot be derived from the mark."""
     n_added_bytes = 0
 
     def encrypt(self, content: bytes, name: bytes) -> bytes:
@@ -105,7 +105,7 @@ class Plain:
         """Connect to a database that exists. The first query fails if it is damaged or locked."""
         # If the file was removed, a reader must not make it again.
         uri = f"{path.absolute().as_uri()}?mode=rw"
-        # Threads are not checked: if nothing refers to a connection, any thread may close it.
+        # Without the check, any thread may close a connection that nothing refers to.
         db: sqlite3.Connection = driver.connect(
             uri, uri=True, timeout=OPEN_S, check_same_thread=False
         )
@@ -227,7 +227,7 @@ class OwnFiles:
         for name in names:
             paths = self.paths(name) if name in _FOLDERS else iter([f"{self.folder}/{name}"])
             for path in paths:
-                with suppress(FileNotFoundError):  # removed in between
+                with suppress(FileNotFoundError):
                     total += os.lstat(path).st_size
         return total
 
@@ -242,7 +242,7 @@ class OwnFiles:
             return BytesIO(self.encryption.decrypt(file.read(), self._name_of(path)))
 
     def read(self, path: Path) -> bytes:
-        """Return the content of a file. Raises BlockCorrupt and OSError."""
+        """Return the content of a file. Raises the errors of `open`."""
         with self.open(path) as file:
             return file.read()
 
@@ -535,7 +535,7 @@ class Staging:
     def announce(self, n_bytes: int) -> None:
         """Count `n_bytes` more as used. The caller holds the store's lock and has made room."""
         total = self._n_bytes + n_bytes
-        self._n_bytes = min(total, self._n_bytes)  # if this write fails, the next writes a decrease
+        self._n_bytes = min(total, self._n_bytes)  # a decrease counts even if it cannot be written
         if self._lock is None:
             if not total:
                 return
@@ -547,13 +547,13 @@ class Staging:
 
 
 def staged_bytes(files: OwnFiles) -> tuple[int, int]:
-    """Return the bytes announced or written, and the bytes on disk. Exact only under the lock."""
+    """Return max(announced bytes, written bytes) and written bytes. Exact only under the lock."""
     announced = written = 0
     for path in files.paths(_STAGED):
         try:
             if path.suffix == ".lock":
                 content = path.read_bytes()
-                announced += int(content) if content.isdigit() else 0  # torn by a power failure
+                announced += int(content) if content.isdigit() else 0  # a power failure damaged it
             else:
                 written += os.stat(path).st_size
         except FileNotFoundError:  # just moved into place, or removed

@@ -100,8 +100,8 @@ class Index(Rows):
     def children(
         self, parent: bytes, ahead: str | bytes | None = None, limit: int | None = None
     ) -> list[Block]:
-        """Return the blocks that continue `parent`, unchecked; see `BlockSource.children`."""
-        hidden = set(self._hidden)  # read first: a key is hidden until its row is removed
+        """Return the blocks after `parent`, with unchecked keys; see `BlockSource.children`."""
+        hidden = set(self._hidden)  # copied first: a key leaves `_hidden` after its row is removed
         most = FEW + 1 if ahead is not None else -1 if limit is None else limit
         nodes = self._nodes("parent = ? LIMIT ?", parent, most + len(hidden) * (most > 0))
         if ahead is not None and len(nodes) > FEW:
@@ -119,7 +119,7 @@ class Index(Rows):
         return [node for node in nodes if node.key not in hidden]
 
     def newest(self, root: Root, limit: int) -> list[Block]:
-        """Return at most `limit` blocks of a tree, from the `8 * limit` last used of all."""
+        """Return at most `limit` blocks of a tree, from all trees' `8 * limit` last used blocks."""
         newest = "SELECT rowid AS row, root AS its FROM blocks ORDER BY used DESC LIMIT ?"
         rows = f"SELECT row FROM ({newest}) WHERE its = ? LIMIT ?"
         where = f"rowid IN ({rows}) ORDER BY +used DESC, rowid DESC"
@@ -141,7 +141,7 @@ class Index(Rows):
 
     def __contains__(self, key: bytes) -> bool:
         tables = "SELECT key FROM blocks UNION ALL SELECT key FROM checkpoints"
-        # As in `children`, hidden records are checked first.
+        # `_hidden` first, as in `children`.
         return key not in self._hidden and bool(
             self.ask(f"SELECT 1 FROM ({tables}) WHERE key = ?", key)
         )
@@ -204,7 +204,7 @@ class Index(Rows):
         """Return a row for each block.
 
         A row has the keys of the block, its parent and its root; its first position; its number of
-        tokens (8 too many per image, but at most 256); the size in bytes of its file and
+        tokens (each image adds 8 too many; at most 256); the size in bytes of its file and
         its checkpoints' files; and its time of use in seconds since the epoch.
         """
         return self.ask(
@@ -221,9 +221,9 @@ class Index(Rows):
         """Yield the leaf blocks and the checkpoints of a model, the least recently used first.
 
         A row has the time of use, whether the record is a checkpoint, the negative start of a block
-        (otherwise 0), the record's key, and its block's key. Of records with the same time,
-        the deepest leaf is first, and checkpoints are last. The leaves of pinned sessions are left
-        out. `model` is a fingerprint.
+        (0 for a checkpoint), the record's key, and its block's key. If times are equal, the deepest
+        leaf is first, and checkpoints are last. The leaves of pinned sessions are left out. `model`
+        is a fingerprint.
         """
         leaves = (
             "SELECT CAST(used AS REAL), 0, CAST(-start AS INTEGER), key, key FROM blocks AS b "
@@ -300,7 +300,7 @@ class Index(Rows):
     def session_of(self, commit: Commit) -> Session | None:
         """Return the longest session of the commit's name that ends in the commit's chain.
 
-        Earlier blocks are searched only if no session ends in the turn's or in replaced blocks.
+        Blocks before the commit are searched only if no session ends in its own or replaced blocks.
         """
         root, leaf = commit.root.key, commit.leaf
         assert leaf is not None
@@ -332,7 +332,7 @@ class Index(Rows):
     # Roots and totals.
 
     def roots(self, limit: int = -1, tenant: Root | None = None) -> list[tuple[Root, Totals]]:
-        """Return the largest roots with totals, of all tenants or of one root's tenant."""
+        """Return the largest roots with totals. With `tenant`, only roots of this root's tenant."""
         tenant_json = tenant.tenant_json if tenant is not None else ""
         rows = self.ask(
             "SELECT key, about, n_blocks, block_bytes, n_checkpoints, checkpoint_bytes FROM totals "
@@ -414,8 +414,9 @@ class Index(Rows):
         """Add records whose files are in place, and move the session, completely or not at all.
 
         `new` has the new records with the sizes of their files in bytes. `session` ends in the
-        commit's leaf. No other session may end in a replaced block. Rows that contradict the commit
-        are corrected. Return the keys of removed checkpoints: superseded, or of replaced blocks.
+        commit's leaf. No other session may end in a replaced block. A row that differs from the
+        commit's block is corrected. Return the removed checkpoints' keys: superseded
+        checkpoints and those of replaced blocks.
         """
         root, leaf = commit.root, commit.leaf
         with self.database.transaction() as db:
@@ -444,7 +445,7 @@ class Index(Rows):
         """Add or change a session. Raises sqlite3.IntegrityError if another session has its id."""
         with self.database.transaction() as db:
             # Not INSERT OR REPLACE: the triggers would not count the replaced row as removed.
-            # Another session of this id stays: its root, name or time differs.
+            # A session with another root, name or creation time is not replaced.
             db.execute(
                 "DELETE FROM sessions WHERE id = ? AND root = ? AND name IS ? AND created = ?",
                 (session.id, session.root, session.name, session.created),

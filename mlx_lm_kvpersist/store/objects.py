@@ -1,7 +1,7 @@
 """Objects by name in a bucket or folder that several servers use, through obstore.
 
-Each URL or folder that obstore supports can be used. Credentials come from the environment, in the
-variables of each service's own tools (https://developmentseed.org/obstore/latest/api/store/).
+Each URL or folder that obstore supports can be used. Credentials come from environment variables
+such as AWS_ACCESS_KEY_ID (https://developmentseed.org/obstore/latest/api/store/).
 """
 
 from __future__ import annotations
@@ -156,14 +156,14 @@ class Objects:
     def put(self, name: str, content: bytes) -> None:
         """Put an object, in one piece. It replaces an object of that name."""
         with self._failures(name):
-            # With a conditional put, the caller need not ask whether the object exists. But in a
+            # Not a conditional put, although it would save asking whether the object exists: in a
             # folder it needs hard links, which SMB shares lack.
             self._obstore.put(self._opened(), name, content)
 
     def list(self) -> Iterator[ListedObject]:
         if self._folder is not None:
             for path in OwnFiles(self._folder).paths(OBJECTS):
-                with suppress(FileNotFoundError):  # removed in between
+                with suppress(FileNotFoundError):
                     stat = path.lstat()
                     if "#" in path.name and time.time() - stat.st_mtime < _PUTTING_S:
                         continue

@@ -41,7 +41,7 @@ class BlockPool:
         self.max_bytes = max_bytes
         self._entries: dict[bytes, KVBlock] = {}
         self._children: dict[bytes, dict[str, list[Block]]] = {}
-        """Blocks by parent: a list sorted by text and key, and one by packed ids and key."""
+        """Each parent's blocks in two lists: one sorted by text and key, one by ids and key."""
         self._checkpoints: dict[bytes, dict[bytes, Checkpoint]] = {}
         self._places = SortedList()
         """Places of the entries that may be evicted, in order of eviction. After a use, a place is
@@ -101,9 +101,10 @@ class BlockPool:
             return [c for key in blocks for c in self._checkpoints.get(key, {}).values()]
 
     def put(self, entry: KVBlock) -> KVBlock:
-        """Add an entry, or its pins to the entry that has its key; return the pool's entry.
+        """Add an entry; return the pool's entry.
 
-        An entry that is larger than the pool is not added unless it must stay.
+        If the pool has this key, its entry gets the pins. An entry that is larger than the pool
+        is not added unless it must stay.
         """
         block = entry.block
         with self.lock:
@@ -146,7 +147,7 @@ class BlockPool:
             return present
 
     def unwritten(self, key: bytes) -> list[Block]:
-        """Return the last blocks of the chain up to this key that are only in RAM, in order."""
+        """Go back from a block while blocks are only in RAM; return them in the chain's order."""
         blocks: list[Block] = []
         with self.lock:
             while (entry := self._entries.get(key)) is not None and not entry.is_stored:
@@ -159,7 +160,7 @@ class BlockPool:
     def pin(self, keys: Iterable[bytes], *, prefetch: bool = False) -> list[KVBlock]:
         """Keep the pool's entries for these keys until `unpin`; return them.
 
-        As a last resort, a stored entry may be evicted although commits have pinned it.
+        A stored entry that only commits pin may still be evicted as a last resort.
         """
         with self.lock:
             pinned = [self._entries[key] for key in keys if key in self._entries]
@@ -173,7 +174,7 @@ class BlockPool:
             self._evict()
 
     def touch(self, keys: Iterable[bytes], *, proven: bool = False) -> None:
-        """Mark a chain's blocks as used, the last block first. `proven`: a restore used them."""
+        """Mark a chain's blocks as used, the last block first. `proven`: a restore succeeded."""
         with self.lock:
             entries = [self._entries[key] for key in keys if key in self._entries]
             for entry in reversed(entries):
@@ -182,7 +183,7 @@ class BlockPool:
                     entry.tier, entry.read_s = RAM, 0.0
 
     def set_stored(self, keys: Iterable[bytes], is_stored: bool = True) -> None:
-        """Record whether a tier below has records. If not, those of waiting commits stay."""
+        """Set `is_stored` of entries. A pinned entry that is not stored stays in RAM."""
         with self.lock:
             entries = [self._entries[key] for key in keys if key in self._entries]
             for entry in entries:
@@ -208,7 +209,7 @@ class BlockPool:
                 self.remove(key)
 
     def drop_beginnings(self, block: Block) -> None:
-        """Remove spare blocks that are the beginning of a block: a prompt ended in each."""
+        """Remove spare blocks with the first tokens of a block: prompts ended in them."""
         with self.lock:
             for beginning in beginnings(block, self):
                 if self.is_spare(beginning.key):
@@ -235,7 +236,7 @@ class BlockPool:
             return self._evict()
 
     def release(self, n_bytes: int) -> int:
-        """Evict `n_bytes`, but no last resort (`_place_of`); return the evicted bytes."""
+        """Evict `n_bytes`, but no last resorts (see `_place_of`); return the evicted bytes."""
         with self.lock:
             return self._evict(self.n_bytes - n_bytes, last_resorts=False)
 
@@ -292,7 +293,7 @@ class BlockPool:
         # A block is useless without its parent, so a block with children stays, or goes last.
         if not entry.pins and not entry.prefetched and key not in self._children:
             return False, entry.used, key
-        # Waiting commits may pin whole conversations, but stored records can be read again.
+        # Commits may pin whole conversations. Stored records may go: they can be read again.
         if not entry.is_stored or entry.prefetched:
             return None
         return True, -entry.block.start if isinstance(entry.block, Block) else _FIRST, key
@@ -369,7 +370,7 @@ class Prefetch:
 class Reader:
     """Reads from tiers, in their order, into a pool. Any thread.
 
-    `lose_from` gets tiers, a record, and why it is bad (None: it is missing there).
+    `lose_from` gets tiers, a record, and why the record is bad (None: the tiers lack it).
     """
 
     def __init__(

@@ -40,7 +40,7 @@ class KVBlock:
 
     `is_stored`: a tier below RAM has it, too. `pins` counts the waiting commits that contain it.
     `prefetched` counts the prompts for which it was read in advance. It was read from `tier` in
-    `read_s` seconds; a restore that proves the record resets both. `used` grows with each use.
+    `read_s` seconds; a successful restore resets both. `used` grows with each use.
     `place`, in the order of eviction, is None while the entry must stay.
     """
 
@@ -93,9 +93,9 @@ class Commit:
 
     A record stays pinned in the pool until it is on disk. `blocks` are in order. The leaf is the
     end of the last block; without a leaf, the turn has not ended. `checkpoints` belong to these
-    blocks, or to blocks on disk. `superseded` checkpoints are removed afterwards. `replies` has, by
-    digest, the packed ids of replies that do not decode to the text that the client saw. The prompt
-    of these replies was rendered from `messages`.
+    blocks, or to blocks on disk. `superseded` checkpoints are removed afterwards. `replies` has
+    JSON with the ids and text of replies (request/replies.py), by digest of the messages. The
+    prompt of these replies was rendered from `messages`.
     """
 
     root: Root
@@ -131,7 +131,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class NewFile:
-    """A record to write. `write` makes its file at a path and returns the size, up to `n_bytes`."""
+    """A record to write. `write` makes its file and returns the size, at most `n_bytes`."""
 
     block: Record
     n_bytes: int

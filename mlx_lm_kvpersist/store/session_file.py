@@ -211,9 +211,9 @@ def export_parts(
 def import_session(disk: DiskStore, source: SessionFile) -> tuple[Session, Sequence[Record], bool]:
     """Write a checked session to a store, within its budget, completely or not at all.
 
-    A session of the same name stays if it continues the imported session. If it ends before the
-    imported end, it is moved there. Return the session, its new records, and whether it was added
-    or moved. Raises StoreError.
+    If a session of the same name contains the imported session, that one stays. If a session of
+    this name ends earlier in the imported chain, it is moved to the end. Return the session,
+    its new records, and whether it was added or moved. Raises StoreError.
     """
     leaf = Leaf(source.name, source.blocks[-1].key, source.blocks[-1].stop)
 

@@ -44,25 +44,25 @@ PROBE_S = 10.0
 PRUNE_S = 600.0
 """How often a server that puts objects checks whether the size limit is exceeded."""
 MOST_ATTEMPTS = 3
-"""The most attempts per object, and failures in a row."""
+"""The most attempts to put one object, and the most failures in a row before a pause."""
 CLOSING_S = 2.0
 _N_TURNS = 256
 N_AHEAD = 6
 """The most objects fetched at once. The first is fetched alone, to arrive sooner."""
 MOST_LOSS = 0.06
-"""A prompt may wait without result for this share of its computing time, within these bounds:"""
+"""A useless fetch may cost a prompt this share of its computing time, within these bounds:"""
 LEAST_LOSS_S, MOST_LOSS_S = 0.02, 2.0
 SLOW_S, MOST_SLOW_S = 30.0, 1800.0
 """How long a slow store is skipped, at first and at most."""
 _SLOW = "the shared store is slower than computing"
 
 RepliesOf = Callable[[Root, Sequence[Mapping[str, Any]]], Mapping[bytes, bytes]]
-"""Returns the packed ids of replies among messages, by digest."""
+"""Returns the remembered replies among messages, as in `Commit.replies`."""
 
 
 @dataclass(frozen=True)
 class _Turn:
-    """A conversation's new `leaf`, if a turn has ended, or new replies."""
+    """A conversation's new `leaf` after a turn, or only its new `replies`."""
 
     root: Root
     messages: Sequence[Mapping[str, Any]]
@@ -83,7 +83,7 @@ class Putting:
         self._max_bytes, self._prune_at_s = max_bytes, time.monotonic()
         self._turns: OrderedDict[bytes, _Turn] = OrderedDict()
         self.waiting: deque[tuple[Record | _Turn | bytes, int]] = deque()
-        """Objects to put, each with its number of failures. A key means the chain to this block."""
+        """Objects to put, each with its number of failures. A key stands for a block's chain."""
         self._since_s = 0.0
         self._changes = SimpleQueue[None]()
         self._is_closing = self._is_busy = False
@@ -245,8 +245,8 @@ class Wanted:
     """A prompt whose blocks in `chain` are on this server, and the functions to fetch the rest.
 
     `plan` returns the needed records of a conversation. `compute_s` returns the seconds to compute
-    a number of tokens from a position. `learn` takes replies and returns the prompt with the ids
-    that the model produced. An object has at most `max_bytes`. The model needs checkpoints unless
+    a number of tokens from a position. `learn` stores replies and returns the prompt with the
+    model's own ids for them. An object has at most `max_bytes`. The model needs checkpoints unless
     `any_prefix`.
     """
 
@@ -267,7 +267,7 @@ class Wanted:
 
     @property
     def loss_s(self) -> float:
-        """Seconds that the prompt may wait without result."""
+        """Seconds that the prompt may lose if fetching brings nothing."""
         left_s = self.compute_s(self.n_tokens, len(self.ids) - self.n_tokens)
         return min(MOST_LOSS_S, max(LEAST_LOSS_S, MOST_LOSS * left_s))
 
@@ -319,7 +319,7 @@ class Fetching:
                 future.cancel()
 
     def _beyond(self) -> list[bytes]:
-        """Return the keys (computed from the prompt's ids) of blocks after the conversation's."""
+        """Compute, from the prompt's ids, the keys of blocks after the conversation's blocks."""
         wanted = self._wanted
         own = [*(block.key for block in wanted.chain), *wanted.keys()]
         path = [block.key for block in self._full_path]
@@ -360,7 +360,7 @@ class Fetching:
     def _left_s(self) -> float:
         """Return the seconds left: fetching may take the time that it saves, plus `loss_s`.
 
-        If the model needs checkpoints, the saved time grows with received bytes. Raises TooLate.
+        If the model needs checkpoints, tokens are estimated from received bytes. Raises TooLate.
         """
         wanted, n_tokens = self._wanted, self._n_tokens
         if not wanted.any_prefix and self._plan.missing:
@@ -415,7 +415,7 @@ class SharedTier:
         self.putting = Putting(objects, disk, replies_of, max_bytes)
         self.threads = Threads(N_AHEAD, "kvpersist-shared")
         self._slow_s = self._slow_until_s = self._slow_loss_s = 0.0
-        """How long a slow store is skipped, until when, and for prompts of up to which loss."""
+        """For `_slow_s`, prompts whose `loss_s` is at most `_slow_loss_s` skip the slow store."""
 
     def stats(self) -> dict[str, Any]:
         """Return counts of objects put and fetched, and why the store is not used now, if so."""

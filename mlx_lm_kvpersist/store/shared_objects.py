@@ -45,7 +45,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class Conversation:
-    """A chain with its checkpoints, and packed ids of replies by digest, as `Commit` has them.
+    """A chain with its checkpoints, and replies as in `Commit.replies`.
 
     `note` tells people why the chain is empty, if the reason is known.
     """
@@ -100,7 +100,7 @@ class Conversation:
 
 
 def opening_of(messages: Sequence[Any], packed_ids: bytes = b"") -> bytes:
-    """Return the hash of the messages before the first reply; if none, of the first ids."""
+    """Hash the messages before the first reply; if there are none, hash the first ids."""
     first = list(takewhile(lambda message: message.get("role") != "assistant", messages))
     encoded = json.dumps(first, sort_keys=True, default=str).encode() if first else b""
     return blake2b(encoded or packed_ids[: 4 * OPENING_TOKENS], digest_size=KEY_BYTES).digest()

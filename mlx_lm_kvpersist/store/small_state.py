@@ -1,7 +1,7 @@
-"""The index's small state: persisted values, notes, replies, last requests, bytes written.
+"""The index's small state: notes, reused tokens, replies, last requests, bytes written.
 
-A rebuilt index keeps all of this if the old index can be read, only the readable persisted values
-if it is damaged, and nothing if it is missing.
+A rebuilt index keeps all of this if the old index can be read. From a damaged index, only readable
+notes and reused tokens are kept.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .database import Rows
 from .records import Session
 
 REPLY_DIGEST_BYTES = 16
-"""The size of the digest of a prompt that is stored with a reply to the prompt."""
+"""The size of a reply's digest, and of its prompt's digest in the reply."""
 _MAX_REPLIES = 10_000
 KEPT = 100
 _MAX_RECORD_CHARS = 4096
@@ -37,7 +37,7 @@ class SmallState(Rows):
     """Replies, notes, counts and last requests. Any thread may read; changes need the lock."""
 
     def replies(self, root: bytes, digests: Sequence[bytes]) -> dict[bytes, bytes]:
-        """Return the packed ids of the remembered replies whose checksum is right, by digest."""
+        """Return the remembered replies (JSON) whose checksum is right, by digest."""
         query = "SELECT digest, ids FROM replies WHERE root = ? AND digest IN (VALUES {})"
         rows = self.ask_in(query, zip(digests), root, types=(bytes, bytes))
         return {
@@ -64,11 +64,11 @@ class SmallState(Rows):
             )
 
     def forget_replies(self, root: bytes, blocks: Sequence[Block], n_kept: int) -> None:
-        """Remove a conversation's replies, except those that another conversation may have, too.
+        """Remove a conversation's replies, except replies that another conversation may have.
 
-        Other conversations have the first `n_kept` blocks. A stored reply is JSON
-        (request/replies.py). The model has not read the last id of the conversation's last reply,
-        so the blocks may lack it. O(replies of the root + text).
+        Other conversations share the first `n_kept` blocks. A stored reply is JSON
+        (request/replies.py). The blocks may lack the last id of the last reply, because the model
+        has not read it. O(replies of the root + text).
         """
         texts, ids = [b.text.encode() for b in blocks], [b.packed_ids for b in blocks]
         text, n_kept_bytes = b"".join(texts), len(b"".join(texts[:n_kept]))
@@ -152,11 +152,11 @@ class SmallState(Rows):
             )
 
     def saved(self) -> dict[str, float]:
-        """Return how many `tokens` were reused, and the `seconds` to compute `timed` of them."""
+        """Return the number of reused `tokens`. Computing `timed` of them would take `seconds`."""
         return self._get(_SAVED) or {"tokens": 0, "timed": 0, "seconds": 0.0}
 
     def salvage(self, path: Path) -> None:
-        """Add the persisted values of another index, as far as they can be read."""
+        """Add the notes and reused tokens of another index, as far as they can be read."""
         with (
             suppress(sqlite3.Error, UnicodeDecodeError),
             closing(self.database.files.encryption.connect(path)) as damaged,

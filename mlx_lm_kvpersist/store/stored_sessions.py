@@ -222,7 +222,7 @@ class StoredSessions:
         return self.changed(change)
 
     def changed(self, change: Callable[[DiskStore], Answer]) -> Answer:
-        """Let the writer change the disk under its lock, at full speed; return the result."""
+        """Let the writer change the disk under its lock, without pauses; return the result."""
         disk, future = self._store.disk, Future[Answer]()
 
         def run() -> Answer:

@@ -118,11 +118,11 @@ class Writer:
     """Runs tasks on one long-lived thread, in order, but tasks of ended turns come first.
 
     `save` is called with the waiting turns, the waiting notes, or one other commit. Turns and notes
-    wait `GATHER_S` for more, unless an action or a caller waits, or half of `max_bytes`.
+    wait `GATHER_S` for more, unless an action, a caller, or over half of `max_bytes` waits.
 
     At most `max_bytes` of blocks and checkpoints wait. If more come, no request waits: the oldest
-    commit that a later commit contains is dropped or, if there is none, the oldest commit. The
-    newest commit is dropped only if `_fits` refuses it. Half of `max_bytes` more may be postponed.
+    commit that a later commit contains is dropped. If there is none, the oldest commit is dropped,
+    but the newest only if `_fits` refuses it. In addition, half of `max_bytes` may be postponed.
     """
 
     def __init__(self, max_bytes: int, save: Callable[[Sequence[Task]], object]) -> None:
@@ -241,7 +241,7 @@ class Writer:
     def postpone(self, end: bytes, task: Task, *, has_ended: bool) -> None:
         """Postpone the commit of a conversation that ends in `end`; it can still be withdrawn.
 
-        Unless a reply `has_ended`, the delay is much longer: a reply will continue from there.
+        The delay is much longer until the reply `has_ended`: the reply will continue from `end`.
         """
         task.due_s = self.now() + (POSTPONE_S if has_ended else ABANDON_S)
         with self._changed:
