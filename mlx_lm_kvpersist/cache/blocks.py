@@ -1,17 +1,19 @@
 """Cut caches into immutable blocks, windows and states, and join these into caches again.
 
-A block holds up to `BLOCK_TOKENS` tokens of the full groups. Each group has six arrays with its
-slots stacked: "0.k.weights" [L, H, T, W * bits / 32] uint32, "0.k.scales" and "0.k.biases" [L, H,
-T, W / group size] in 16 bits (`scale_dtype`), and the same for "0.v". W is the size of a head, D,
-plus its padding. A group in full precision has two arrays, "0.k" and "0.v" [L, H, T, D]. In an
-unfinished block, which has fewer tokens, all groups are in full precision.
+A block holds up to `BLOCK_TOKENS` tokens of the groups whose caches hold every token (kind `FULL`).
+Each group has six arrays with its slots stacked: "0.k.weights" [L, H, T, W * bits / 32] uint32,
+"0.k.scales" and "0.k.biases" [L, H, T, W / group size] in 16 bits (`scale_dtype`), and the same for
+"0.v". W is the size of a head, D, plus its padding. A group in full precision has two arrays, "0.k"
+and "0.v" [L, H, T, D]. In an unfinished block, which has fewer tokens, all groups are in full
+precision.
 
 Models with windows or states have blocks of any length, and none is unfinished. A window has the
 last tokens of a block, for all sliding groups with the same window size. A state has the recurrent
-groups' states at the end of a block: "2.0" [L, ...] is the first array of group 2. It also has the
-quantized groups' tokens since the last multiple of `GRID`, in full precision.
+groups' states at the end of a block: "2.0" [L, ...] is the first array of group 2. A state also has
+the quantized groups' tokens since the last multiple of `GRID`, in full precision.
 
-Pieces from disk are placed a few at a time, while later files are read. Generation thread.
+Pieces from disk are copied into buffers a few at a time, while later files are read. Generation
+thread.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ _SPARE_SHARE = 16
 """Joining all pieces at once may take 1/16 of the cache's bytes in addition to the cache."""
 
 CANARY_TOKENS = 8
-"""The canary judges the median difference of each run of this number of tokens."""
+"""For each run of this number of tokens, the canary uses the median difference."""
 CANARY_TOLERANCE = 0.25
 """The largest accepted difference of recomputed and stored KV, as a share of the norm. Arithmetic
 noise is a few percent; KV of other tokens, positions or models differs by about the whole norm."""
@@ -111,10 +113,10 @@ def copy_state(spec: ModelCacheSpec, caches: Sequence[Any]) -> dict[str, mx.arra
 def copy_newest(
     groups: Sequence[LayerGroup], caches: Sequence[Any], n_tokens: int
 ) -> dict[str, mx.array]:
-    """Return an unfinished block's tokens, up to `n_tokens`: evaluated, full-precision copies.
+    """Return the newest tokens, up to `n_tokens`, as evaluated copies in full precision.
 
-    The result is {} if no block is unfinished, or if a cache no longer has all of the block's
-    tokens in full precision.
+    The result is {} if `n_tokens` is a multiple of `GRID`, or if a cache no longer has all of
+    these tokens in full precision.
     """
     start, slots = n_tokens - n_tokens % GRID, slots_of(caches)
     quantized = [slot for group in groups if group.precision for slot in group.slots]
@@ -195,10 +197,10 @@ class Piece:
 class Joiner:
     """A prompt cache of `n_tokens` that is being filled.
 
-    Every full slot gets its own buffers with room for `headroom` more tokens. `windows` maps each
-    window to the number of tokens that will be added for it. Pieces must fit the spec
-    (`arrays_fit`) and be added in the order of their tokens. With `whole`, for pieces in RAM,
-    `finish` joins all pieces at once, in fewer and larger operations.
+    Every slot of kind `FULL` gets its own buffers with room for `headroom` more tokens. `windows`
+    maps each window to the number of tokens that will be added for it. Pieces must fit the spec
+    (`arrays_fit`) and be added in the order of their tokens. If `whole`, all pieces are in RAM, and
+    `finish` joins them at once, in fewer and larger operations.
     """
 
     def __init__(
@@ -299,8 +301,8 @@ class Joiner:
 class _Buffers:
     """The buffers of some groups' slots, filled from token 0 on.
 
-    `arrays` maps each name to one buffer [1, H, S, ...] per slot. `forms` are those of stacked
-    slots, with room after `n_tokens`.
+    `arrays` maps each name to one buffer [1, H, S, ...] per slot. `forms` describe the same
+    buffers, spare room included, with stacked slots.
     """
 
     groups: Sequence[LayerGroup]
@@ -361,15 +363,15 @@ def canary_difference(
 ) -> float:
     """Compute the last tokens of restored caches again; return how much their KV differs.
 
-    The caches hold the tokens `ids`. Their stored KV is put back at the end. In a slot's keys, or
-    values, each run of `CANARY_TOKENS` tokens has a median of |new - old| / |old|. The result is
-    the largest median. It is 0 if the caches cannot be trimmed: states, or windows that have
-    dropped tokens. If `ids` fill their last block of the grid, the recomputed tokens see it
-    quantized, so half the difference is returned. Tokens up to the last image are skipped, because
-    `ids` do not give the image's pixels.
+    The caches hold the tokens `ids`. Their stored KV is put back at the end. Each token's
+    difference in a slot's keys or values is |new - old| / |old|. Each run of `CANARY_TOKENS` tokens
+    has a median, and the largest median is returned. The result is 0 if the caches cannot be
+    trimmed: states, or windows that have dropped tokens. If `ids` fill the last block of the grid,
+    the recomputed tokens see this block quantized, so half the difference is returned. Tokens up to
+    the last image are skipped, because `ids` do not give the image's pixels.
 
-    If there are fewer than `least_rows` tokens, each has its own call, because MLX may compile
-    kernels for a call of a few rows.
+    If there are fewer than `least_rows` tokens, each token has its own call, because MLX may
+    compile kernels for a call of a few rows.
     """
     slots = slots_of(caches)
     used = [slots[number] for group in spec.groups for number in group.slots]

@@ -85,14 +85,14 @@ def local_path(model: str) -> Path:
 def content_hash(path: Path) -> str:
     """Return a hash of a file, in a time that does not depend on its size.
 
-    In a Hugging Face hub cache, a large file is a link to `blobs/<sha256>`: this name is its hash.
+    In a Hugging Face hub cache, a large file is a link to `blobs/<sha256>`; the hash is this name.
     The hash of any other file up to 16 MiB is the hex xxh3_128 of its content. The hash of a larger
     file is its size and the hex xxh3_128 of header and samples. Raises OSError if the file cannot
     be read.
 
-    For a larger safetensors file of N bytes, the hash always changes with the size or the header,
-    or if every byte of a tensor or more than N / 63 adjacent bytes change. If n adjacent bytes
-    change, the hash changes with a probability of about 64 (n + 4096) / N.
+    For a larger safetensors file of N bytes, the hash always changes with the size or the header.
+    The hash also changes if every byte of a tensor changes, or more than N / 63 adjacent bytes. If
+    n adjacent bytes change, the hash changes with a probability of about 64 (n + 4096) / N.
     """
     if path.is_symlink():
         target = path.resolve(strict=True)

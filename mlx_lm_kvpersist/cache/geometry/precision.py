@@ -21,8 +21,8 @@ class Quantization:
     """How keys, or values, are quantized: MLX affine, `bits` per number.
 
     `group_size` numbers share a scale and a bias. With `rotated`, the numbers are first multiplied
-    by `rotation`. Otherwise an outlier channel would leave few steps for all other channels. A head
-    of 80 numbers is padded to 96, which is three groups of 32: `padding` is 16.
+    by `rotation`. Otherwise an outlier channel would leave few levels for all other channels. A
+    head of 80 numbers is padded to 96, which is three groups of 32: `padding` is 16.
     """
 
     bits: int = 4
@@ -35,7 +35,7 @@ class Quantization:
         return f"{self.bits}{'r' if self.rotated else ''}{padding}"
 
     def fitted(self, dim: int) -> Quantization:
-        """Return this with the padding that fills the last group of a head of `dim`.
+        """Return this quantization with the padding for a head of `dim` numbers.
 
         Groups do not span heads, because packed kernels read each head separately.
         """

@@ -216,7 +216,6 @@ class ModelCacheSpec:
         return windows + newest + sum(group.state_bytes for group in self.recurrent)
 
     def make_cache(self) -> list[Any]:
-        """Return an empty prompt cache."""
         return replaced(self.template, [empty_copy(slot) for slot in slots_of(self.template)])
 
     @property
@@ -292,8 +291,8 @@ def forms_bytes(forms: Iterable[ArrayForm]) -> int:
 def probe_model(model: Any, choice: PrecisionChoice | None = None) -> ModelCacheSpec:
     """Return a model's spec for the requested precision, from shapes; nothing is evaluated.
 
-    A full group is quantized if that saves memory and the model's code accepts it. All other groups
-    stay in full precision. `batches` and `joins` have their defaults.
+    A group of kind `FULL` is quantized if that saves memory and the model's code accepts it. All
+    other groups stay in full precision. `batches` and `joins` have their defaults.
 
     Raises ModelNotSupported if the class or form of a layer's cache is not supported, or if the
     model fails on a few tokens.

@@ -2,7 +2,7 @@
 
 `dequantize` dequantizes the layer's keys and values and runs MLX's fused kernel, which is the
 fastest for prompts. `packed` never dequantizes: it reads fewer bytes, but writes the scores between
-its two steps. `tiled` dequantizes a few heads at a time, at least one, so that the dequantized
+its two products. `tiled` dequantizes a few heads at a time, at least one, so that the dequantized
 numbers stay below a limit. An `AttentionPlan` chooses the strategy of a call.
 `measuring/attention_check.py` checks the strategies for a model's layers on this device.
 
@@ -16,8 +16,8 @@ A query sees the keys and values of its own block of the grid in full precision.
 computed span by span: the queries of one span are in one block.
 
 Callers pass and get arrays that are neither rotated nor padded. Rotated keys are multiplied by
-rotated queries, and the sum of rotated values is rotated back. Products of rows do not change if
-both factors are padded, or multiplied by the same orthonormal matrix.
+rotated queries, and the sum of rotated values is rotated back. A dot product does not change if
+both rows are padded, or multiplied by the same orthonormal matrix.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Backend = Literal["cpu", "cuda", "metal"]
 
 MAX_DEQUANTIZED_BYTES = 256 << 20
 """The most bytes of dequantized keys and values, or of scores, at one time, if the work can be
-divided. The decision to divide ignores spare room, which a step may also read."""
+divided. The decision to divide does not count spare room, although a step may read it."""
 
 _FEW = 17
 """The most queries of a decoding step: a token and 16 draft tokens."""
@@ -65,9 +65,9 @@ class PackedKV:
     All arrays are the cache's buffers, with spare room at the end: call `attend` before the next
     update. `buffers` hold `n_tokens`. `newest` [B, H, S, D] holds the last `n_newest` tokens in
     full precision: the queries' tokens, and earlier tokens of the first query's block of the grid.
-    That block has `n_own` earlier tokens, of which the first may be packed. If rows differ in
-    `n_own`, each row has one query, and `n_own` is the largest. `rows_differ`: some rows of
-    `newest` have zeros in front, in the place of packed tokens.
+    In that block, `n_own` tokens are before the queries; the first of them may be packed. If rows
+    differ in `n_own`, each row has one query, and `n_own` is the largest. `rows_differ`: some rows
+    of `newest` have zeros in front, in the place of packed tokens.
     """
 
     buffers: Packed
@@ -79,7 +79,7 @@ class PackedKV:
     strategy: Strategy = "packed"
     tile_bytes: int = MAX_DEQUANTIZED_BYTES
     is_computed: bool = False
-    """Whether `newest` has all tokens, all in the first block of the grid: none is read packed."""
+    """Whether `newest` has all tokens, because all are in the first block of the grid."""
     rows_differ: bool = False
 
     def attend(self, queries: mx.array, values: PackedKV, scale: float, mask: Mask) -> mx.array:
@@ -109,7 +109,7 @@ class PackedKV:
 
     @property
     def n_to_read(self) -> int:
-        """How many tokens a step reads: spare room, too, if it is at most a quarter of the buffers.
+        """How many tokens a step reads: the whole buffers if at most a quarter is spare room.
 
         To read less, MLX would have to copy a slice of the buffers first.
         """
@@ -251,7 +251,7 @@ def _padded_attention(
     Each padding query sees the first key, so its result is finite.
     """
     n_queries = queries.shape[2]
-    # A pad of 0 also copies the queries: MLX builds a kernel for each set of strides.
+    # Even a pad of 0 copies the queries: MLX would build a kernel for each set of strides.
     queries = mx.pad(queries, [(0, 0), (0, 0), (0, -n_queries % QUERY_MULTIPLE), (0, 0)])
     first = last - n_queries
     positions = mx.arange(first, first + queries.shape[2])[:, None]
@@ -265,8 +265,8 @@ def _padded_attention(
 def builds_for_each_length(*arrays: mx.array) -> bool:
     """Whether MLX builds its fused kernel for each number of queries and keys [B, H, S, D].
 
-    It does on CUDA with cuDNN, which needs heads of up to 128 numbers of 16 bits. A build takes 40
-    to 65 ms on an H200, a hundred times as long as the attention of a span.
+    MLX does so on CUDA with cuDNN, which needs heads of up to 128 numbers of 16 bits. A build takes
+    40 to 65 ms on an H200, a hundred times as long as the attention of a span.
     """
     return mx.cuda.is_available() and all(x.shape[3] <= 128 and x.dtype.size == 2 for x in arrays)
 
@@ -385,10 +385,11 @@ def backend() -> Backend:
 
 
 def least_rows() -> int:
-    """Return the fewest rows, above 1, of a call of the model that stock would not make.
+    """Return the least number of rows for calls that stock does not make, such as the canary's.
 
-    MLX's CUDA backend has a kernel for products of 2 to 16 rows with quantized weights, and another
-    for up to 32. Compiling either at its first use takes half a minute. Stock needs neither.
+    One row is always allowed. MLX's CUDA backend has a kernel for products of 2 to 16 rows with
+    quantized weights, and another for up to 32. Compiling either at its first use takes half a
+    minute.
     """
     return 33 if backend() == "cuda" else 1
 
@@ -451,8 +452,8 @@ def plan_by_policy(
         if not is_fast or shape.n_q_heads >= 4 * shape.n_kv_heads:
             # Packed keys of eight rows fill the GPU; fewer rows are faster dequantized.
             least_rows = 8
-    # On the CPU, packed keys of 8 bits are a quarter of the bytes of float32: a query over 4,089
-    # keys of 8 heads takes 32 ms instead of 171, 8 queries 205 instead of 298; 17 gain nothing.
+    # On the CPU, packed keys of 8 bits are a quarter of the bytes of float32. Over 4,089 keys of
+    # 8 heads, 1 query takes 32 ms instead of 171, and 8 take 205 instead of 298. 17 gain nothing.
     return AttentionPlan("packed", _FEW, least_rows, can_take_packed=True)
 
 

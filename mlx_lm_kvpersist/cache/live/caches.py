@@ -1,8 +1,8 @@
 """The KV caches of one sequence, and of several sequences that run as one batch.
 
 A batch has the layout of mlx-lm's `BatchKVCache`: rows end at one common position and are padded on
-the left. Python also stores the padding, so no step has to ask the device for it. An unpadded batch
-then needs no array mask: with one, prefill would take several times as long.
+the left. Python also stores the padding, so no step has to ask the device for it, and an unpadded
+batch needs no array mask. An array mask would make prefill take several times as long.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class PaddedBatch(Buffers):
     ) -> mx.array | str | None:
         """Return the mask for the next N tokens, of S = _idx + N tokens in all.
 
-        It is None (N = 1) or "causal" if no row is padded and no window hides tokens. Otherwise,
-        and with `return_array`, it is a boolean array [B, 1, N, S].
+        The mask is None (N = 1) or "causal" if no row is padded and no window hides tokens.
+        Otherwise, and with `return_array`, it is a boolean array [B, 1, N, S].
         """
         windowed = window_size is not None and self._idx + N > window_size
         if not (return_array or windowed or any(self._padding)):
@@ -235,8 +235,7 @@ class FullPrecisionBatchKVCache(PaddedBatch):
 class Newest(PaddedBatch):
     """The last tokens of B rows of a quantized cache, [B, H, S, D], in full precision.
 
-    A query sees its own block of `pk.GRID` positions in full precision, and older blocks quantized.
-    This depends only on positions, not on a prompt's chunks. Padding is zeros.
+    Queries in the same block of the grid see these tokens. Padding is zeros.
     """
 
     def __init__(self, n_rows: int) -> None:
@@ -300,8 +299,8 @@ class PackedCache(Buffers):
     """Packed keys and values, and the newest in full precision; a plan says how they are read.
 
     After each update, mlx-lm chooses the attention by `hasattr(cache, "bits")`. So `bits` and
-    `group_size` exist only if updates return packed keys and values. If updates return arrays, all
-    queries of a call see these arrays. So the queries should be in one block of the grid.
+    `group_size` exist only if updates return packed keys and values. If updates return arrays, the
+    queries of a call should be in one block of the grid (see `end_on_grid`).
 
     Each update packs the tokens that its queries see quantized. The packed buffers hold zeros for
     tokens that are not packed.
@@ -314,9 +313,9 @@ class PackedCache(Buffers):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append keys [B, H, n, Dk] and values [B, H, n, Dv]; return all keys and all values.
 
-        They are two `PackedKV` if the model takes packed keys, otherwise arrays [B, H, S, D] in the
-        dtypes of the arguments. With `PackedKV`, n > 1 raises ValueError if rows are at different
-        positions in their blocks of the grid.
+        The results are two `PackedKV` if the model takes packed keys, otherwise arrays [B, H, S, D]
+        in the dtypes of the arguments. With `PackedKV`, n > 1 raises ValueError if rows are at
+        different positions in their blocks of the grid.
         """
         n_own, n_new = self.forget(), keys.shape[2]
         first = self.n_packed if n_new > 1 else []
@@ -379,8 +378,8 @@ class PackedCache(Buffers):
 
     @property
     def n_packed(self) -> list[int]:
-        """How many first tokens of each row are packed: all that `newest` lacks, and all before the
-        row's last block."""
+        """How many tokens at each row's start are packed: all that `newest` lacks, and all before
+        the row's last block."""
         return [
             max(n - n_held, (n - 1) // pk.GRID * pk.GRID)
             for n, n_held in zip(self.lengths, self.newest.lengths, strict=True)
@@ -519,7 +518,8 @@ class SequenceQuantizedKVCache(PackedCache):
         return super().forget()
 
     def trim(self, n: int) -> int:
-        """Like `Buffers.trim`. If `_before` loses tokens, its rest is in full precision again."""
+        """Like `Buffers.trim`. If the end is then in the block of `_before`, the block's remaining
+        tokens are in full precision again."""
         if self._before is None or self.offset - n >= self._before[0]:
             return super().trim(n)
         (end, newest), self._before = self._before, None

@@ -36,8 +36,8 @@ def each(function: Callable[..., mx.array], stored: Held, *more: Held) -> Held:
 def headroom(n_new: int) -> int:
     """Return how many tokens to allocate in addition to `n_new` tokens that did not fit.
 
-    After a chunk of 768 tokens or more, a last chunk of up to 768 tokens and 256 decoding steps
-    fit. More room would be wasted, because a longer chunk makes new buffers anyway.
+    After a chunk of 768 tokens or more, there is room for a last chunk of up to 768 tokens and for
+    256 decoding steps. More room would be wasted, because a longer chunk makes new buffers anyway.
     """
     return min(max(n_new + 256, 512), 1024)
 
@@ -104,7 +104,7 @@ def scale_dtype(dtype: mx.Dtype) -> mx.Dtype:
     """Return the 16-bit dtype of the scales and biases for numbers of `dtype`.
 
     bfloat16 has the range of float32, so nothing overflows. SmolLM2 in float32, with keys of 6 bits
-    and values of 4, has the same divergence with scales in either dtype (0.00068 nats).
+    and values of 4, has the same divergence with scales in bfloat16 as in float32 (0.00068 nats).
     """
     return mx.bfloat16 if dtype == mx.float32 else dtype
 

@@ -35,7 +35,7 @@ class _Rows:
 
     @property
     def keys(self) -> Any:
-        """The first row's keys: with several ranks, a model makes them depend on data it sends."""
+        """The first row's keys. A model over several ranks makes them depend on data it sends."""
         return self._caches[0].keys
 
     @keys.setter

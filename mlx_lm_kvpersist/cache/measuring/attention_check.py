@@ -54,7 +54,7 @@ _CUDA_CASES: _Cases = {
     (33_000, 0): (1,),
 }
 """CUDA's packed kernel depends on the number of keys with spare room: a multiple of 128, of 4, or
-neither. It also changes at 16, 32, 64 and 128 rows, which are the queries of a key head."""
+neither. It also changes at 16, 32, 64 and 128 queries of one key head."""
 
 _METAL_CASES: _Cases = {
     (301, 0): (1, 2, 3, 4, 17, 32),
@@ -209,7 +209,7 @@ def packed_shapes(
         for n, tokens in enumerate(_PROMPT):
             with observed_attention() as calls:
                 model(mx.array([tokens]), cache=caches)
-            # Found by values: a model over several ranks replaces the keys of its last layer.
+            # Found by values, because a model over several ranks replaces its last layer's keys.
             traced = {id(values.buffers[0]): shape for shape, values in calls}
             for i, slot in tried.items():
                 shape = traced.get(id(slot.values[0]))
@@ -241,7 +241,7 @@ class _Layer:
         self.sides: list[tuple[Quantization, mx.array, pk.Packed]] = []
         self.plain: list[mx.array] = []
         """Keys and values [1, H, 1, n_keys, D] in float32, as a query sees them."""
-        # As in a live cache, buffers have zeros for the tokens of the last block, and spare room.
+        # As in a live cache, buffers have zeros for the last block's tokens, then spare room.
         n_packed = n_keys - _N_COMPUTED
         spare = [(0, 0), (0, 0), (0, _N_COMPUTED + n_spare), (0, 0)]
         for dim, side in ((shape.k_dim, precision.keys), (shape.v_dim, precision.values)):

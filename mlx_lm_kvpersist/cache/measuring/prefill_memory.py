@@ -28,8 +28,8 @@ CHECKPOINT_EVERY = 2048
 _MOST_TOKENS = 1 << 16
 
 _TIMES_WIDTHS = 2
-"""A layer's memory, relative to the outputs of its matrices: norms, rotations and activations make
-arrays of the same widths."""
+"""A layer takes this multiple of its matrices' outputs, because norms, rotations and activations
+make arrays of the same widths."""
 
 _STEP_BYTES = 7 * 256 * 4
 """`ssm_attn` of mlx-lm makes about seven arrays [heads, 256, 256] of float32 for 256 tokens."""
@@ -97,7 +97,7 @@ class PrefillMemory:
         key_bytes = max((g.full_precision_bytes // len(g.slots) for g in spec.full), default=0)
         if spec.quantized and backend() != "cpu":
             # A GPU copies the dequantized keys and values for each span of a chunk, because the
-            # previous attention may still read them.
+            # attention of the previous span may still read them.
             score_bytes = max(score_bytes, key_bytes / GRID)
         stops_every = None if spec.any_prefix else CHECKPOINT_EVERY
         window = None if spec.full else max(spec.sliding, default=0)
@@ -125,8 +125,8 @@ class PrefillMemory:
     def learn(self, n_tokens: int, position: int, n_bytes: int) -> None:
         """Learn that a chunk after `position` cached tokens took `n_bytes`.
 
-        Predictions rise at once and fall slowly. A short chunk is mostly overhead, unless the limit
-        made it short. So it counts as `_LEAST_LEARNED` tokens, and never lowers predictions.
+        A short chunk counts as `_LEAST_LEARNED` tokens, and never lowers predictions. A chunk that
+        the limit made short is learned like a long chunk.
         """
         predicted = self._formula(n_tokens, position)
         place, before = position.bit_length(), self._factor(position)
@@ -235,7 +235,7 @@ class SequenceMemory:
 def _activation_bytes(model: Any) -> tuple[int, int]:
     """Return the bytes of a token in the widest layer, and of a number in most floating weights.
 
-    A matrix [..., out, in], packed or not, makes `out` numbers for each index in front. In a stack
+    A matrix [..., out, in], packed or not, makes `out` numbers for each leading index. In a stack
     of experts, only the experts that are chosen for a token make numbers.
     """
     top_k = max(_arguments(model, _TOP_K), default=8)
