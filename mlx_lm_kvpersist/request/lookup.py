@@ -1,8 +1,7 @@
 """From a prompt to restored caches: match the prompt, read the stored blocks, join and check them.
 
 The HTTP thread of a request makes a `Lookup` before the request is queued. The generation thread
-restores the caches. Except for MLX's copies, the work of a restore grows with the number of blocks,
-not with the number of tokens.
+restores the caches.
 
 If the store raises an exception, the caller catches it, and the prompt is computed. The store
 verifies checksums, the lookup verifies shapes, and the canary verifies values.
@@ -97,7 +96,7 @@ class Lookup:
     """Matches a prompt with the stored text, and restores caches that hold the prompt's beginning.
 
     In `prompt`, replies have the ids that the model produced. Several ranks restore only the tokens
-    that every rank has: the other ranks look up rank 0's ids, and restore at most `n_worth` tokens.
+    that every rank has. Ranks above 0 get rank 0's ids, and restore at most `n_worth` tokens.
     """
 
     def __init__(
@@ -385,8 +384,8 @@ class Lookup:
     ) -> Generator[None, None, _Joined | None]:
         """Load the records of a restore point into caches with room for the rest of the prompt.
 
-        Yields before each record, and after some buffers are made. Adds records that were read from
-        lower tiers to `read`. If a record is unusable, adds its key to `lost` and returns None.
+        Yields before each record, and after some buffers are made. Adds to `read` each record that
+        came from a lower tier. If a record is unusable, adds its key to `lost` and returns None.
 
         in_steps: replies run between the steps, so each step must be short. Otherwise blocks that
         are all in RAM are joined at once, which takes less time.

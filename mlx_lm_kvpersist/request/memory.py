@@ -1,8 +1,8 @@
 """The account of all memory except a model's weights: caches, claims of requests, and the pool.
 
 The pool gets the memory that sequences do not use, and at least a share of the total. A request
-begins if the caches of all requests fit, each with its whole prompt. The available memory and the
-memory pressure limit the account. Generation thread, except for `parts`.
+begins if memory has room for the caches of all requests, whole prompts included. The available
+memory and the memory pressure limit the account. Generation thread, except for `parts`.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Memory:
         self._claims: list[Claim] = []
         """The claims of requests that have begun, until `weigh` records their sequences."""
         self.waiting: list[Claim] = []
-        """The waiting claims, the oldest first."""
+        """The oldest come first."""
         self._n_changes = 0
         self._pressure_level, self._level = pressure_level, NORMAL
         self._stock_limit_bytes = mx.set_memory_limit(weights_bytes + total_bytes)
@@ -155,7 +155,6 @@ class Memory:
     def admits(self, claim: Claim) -> bool:
         """Return whether memory has room for a request; if so, reserve its memory.
 
-        The oldest request begins first, but MOST_PASSED smaller requests may begin before it.
         O(requests), and O(blocks) to pin the blocks to restore.
         """
         if claim in self._claims:
@@ -187,7 +186,7 @@ class Memory:
         return fits
 
     def enters(self, claim: Claim, *, has_entered: bool = True) -> None:
-        """Record that a request begins, even if it does not fit: alone, it always begins."""
+        """Record that a request begins. A request that is alone begins even if it does not fit."""
         claim.has_entered = has_entered
         if claim in self.waiting:
             self.waiting.remove(claim)
@@ -276,7 +275,7 @@ def total_bytes(option: int | None, n_weights: int) -> int:
 def wired_bytes(n_weight_bytes: int, asked_bytes: int) -> tuple[int | None, str]:
     """Return how many bytes macOS may wire (None: stock's number), and the reason for the log.
 
-    asked_bytes: stock's number, the most memory that the device recommends to use.
+    asked_bytes: stock's number, the device's recommended maximum.
     """
     sizes = f"weights take {show_bytes(n_weight_bytes)} of {show_bytes(asked_bytes)} recommended"
     if n_weight_bytes > NEEDED_ABOVE * asked_bytes:
@@ -297,7 +296,7 @@ def pressure_level() -> int:
 
 
 def offered_bytes() -> int:
-    """Return the bytes that this process may use on its device, with the bytes that it uses now.
+    """Return the bytes that this process may use on its device, including those in use now.
 
     Metal: the recommended working set. CUDA: the free memory. Otherwise: the available memory of
     the machine, within the limits of its cgroups.

@@ -261,8 +261,8 @@ def _on_all_ranks(options: ModelOptions) -> Iterator[None]:
 def _draft_of(provider: Any, path: str, spec: ModelCacheSpec, options: ModelOptions) -> LoadedModel:
     """Return the draft model, which reads the ids of the main model's tokenizer.
 
-    Raises ModelNotSupported if a cache of either model cannot be trimmed, as mlx-lm does after each
-    draft, or if the main model does not have one cache per layer.
+    Raises ModelNotSupported if a cache of either model cannot be trimmed, because mlx-lm trims
+    refused draft tokens, or if the main model does not have one cache per layer.
     """
     loaded = SimpleNamespace(
         model=provider.draft_model, tokenizer=provider.tokenizer, model_key=(path, None, None)

@@ -192,7 +192,7 @@ def divergence_at(
 def why_not_stored(
     prompt_ids: Sequence[int], text: str | None, match: Match, root: Root, store: BlockStore
 ) -> tuple[Reason, str]:
-    """Return why no more of a prompt is stored, and a text to show instead of the reason's, or "".
+    """Return why no more of a prompt is stored, and a text that replaces the reason's text, or "".
 
     The tenant's blocks are compared first, so that the reason in a reply does not depend on other
     tenants.
@@ -224,7 +224,7 @@ def why_not_stored(
 
 
 def _begins_alike(root: Root, text: str, store: BlockStore) -> bool:
-    """Whether a text begins as a tree's first block does: MIN_ALIKE_CHARS, or the whole block."""
+    """Whether a text has the first MIN_ALIKE_CHARS characters (or all) of a tree's first block."""
     return any(
         block.text and common_prefix(block.text, text, 0) >= min(MIN_ALIKE_CHARS, len(block.text))
         for block in store.children(root.key, text)
@@ -390,8 +390,8 @@ class Metrics:
         ):
             yield make(f"kvpersist_{name}", description, value=value)
         failed = Count("kvpersist_failed", "Failures since the start.", labels=["kind"])
-        # Prometheus sees no increase if a counter first appears with its first failure. So
-        # this counter exists from the start.
+        # This counter exists from the start: Prometheus counts only increases, and would miss
+        # the first failure if the counter appeared with it.
         for kind, n_failed in {"save a turn: disk": 0, **stats["failed"]}.items():
             failed.add_metric([kind], n_failed)
         yield failed

@@ -23,8 +23,6 @@ tokenizer make:
 - the spelling of a tool call's JSON: the server parses it, and the template serialises it again;
 - Unicode that is not in NFC: some tokenizers normalise it;
 - a byte 0, which the server sends as the character U+0100.
-
-A reply that the template renders unchanged is not remembered: a text match finds its ids.
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ marks control tokens that are white space, such as Gemma's line breaks."""
 class _Reply:
     """A reply's ids, the text sent to its client, and the size and digest of its prompt's text.
 
-    has_ended: by an end token. is_known: whether the sent text is known.
+    has_ended: whether it has an end token. is_known: whether the sent text is known.
     """
 
     ids: list[int]
@@ -81,7 +79,10 @@ class _Reply:
         return None
 
     def was_sent_as(self, message: Message, *, is_whole: bool) -> bool:
-        """Whether a client's message is the reply or, unless `is_whole`, the reply's beginning."""
+        """Whether a client's message is the reply or, unless `is_whole`, the reply's beginning.
+
+        If `is_whole`, only reasoning is compared: the key has proved that the rest is equal.
+        """
         thoughts = (message.get(name) for name in ("reasoning", "reasoning_content", "thinking"))
         if any(thought and thought != self.reasoning for thought in thoughts):
             return False
@@ -189,7 +190,7 @@ def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel
 
 
 def with_ids(prompt: Prompt, ids: Sequence[int]) -> Prompt:
-    """Return the prompt with other ids; a segment whose end is among changed ids joins the next."""
+    """Return the prompt with other ids. If a segment ends among changed ids, it joins the next."""
     old, new = prompt.ids, tuple(ids)
     n_first, n_last = common_prefix(old, new, 0), common_prefix(old[::-1], new[::-1], 0)
     segments, types = [], []

@@ -41,17 +41,16 @@ from ..store.records import Leaf
 from .outcome import Reason
 
 STATE = "state"
-"""The kind of the record that every checkpoint has: the states of recurrent layers, and the newest
-tokens of quantized layers in full precision."""
+"""The `kind` of the record that every checkpoint has."""
 
 MAX_CHECKPOINTS = 6
 """A chain keeps its first checkpoint and this many of its newest: two per turn, for 3 turns."""
 
 N_SAFE = 2
-"""How many of the newest safe checkpoints stay: a kill loses postponed checkpoints."""
+"""A chain also keeps this many of its newest checkpoints that a kill does not lose (`is_safe`)."""
 
 MAX_BRANCHES = 4
-"""For this number of further forks, a chain also keeps the last checkpoint up to the fork."""
+"""For this many forks with other conversations, the last checkpoint before each is also kept."""
 
 MIN_TOKENS_BETWEEN = 16
 """Least tokens between two checkpoints of a prompt, except after a temporary checkpoint."""
@@ -64,7 +63,7 @@ Stored = Mapping[bytes, Sequence[Checkpoint]]
 
 @dataclass(eq=False)
 class RunningSequence:
-    """The tokens of a request that has entered. Generation thread.
+    """The tokens of a request that has entered.
 
     `packed_ids` are the prompt's ids; the first `n_reused` were restored. `chain`: stored blocks.
     """
@@ -141,7 +140,7 @@ class Saver:
 
     @property
     def granule(self) -> int:
-        """Even if nothing is missing, fewer than this many tokens are computed again."""
+        """If no block is missing, fewer than this many of the matched tokens are computed again."""
         return BLOCK_TOKENS if self.spec.quantized else 1
 
     def find(
@@ -186,7 +185,7 @@ class Saver:
         cache_type: str,
         store: BlockStore,
     ) -> None:
-        """Save the blocks of a sequence, whose caches hold `tokens`. Generation thread.
+        """Save the blocks of a sequence, whose caches hold `tokens`.
 
         At the end of a reply all new blocks are written, and the session gets its leaf. Before
         that, full blocks are written; the unfinished block at a prompt's end stays in RAM.
@@ -220,10 +219,10 @@ class Saver:
     def _replaced_tails(
         self, chain: Sequence[Block], n_reused: int, store: BlockStore
     ) -> list[tuple[bytes, bytes]]:
-        """Return the partial blocks that longer blocks replace, each with the longer block's key.
+        """Return the shorter blocks that the chain's blocks replace, each with the new block's key.
 
-        A partial block that is only in RAM is not replaced by a quantized block: a later equal
-        prompt continues from the partial block.
+        A shorter block that is only in RAM is not replaced by a quantized block: a later equal
+        prompt continues from the shorter block.
         """
         replaced = []
         for block in dropwhile(lambda block: block.stop <= n_reused, chain):
@@ -315,7 +314,7 @@ class CheckpointSaver(Saver):
         ended, before = cache_type == REPLY, sequence.chain
         if cache_type == PREFILL and len(tokens) % CHECKPOINT_EVERY:
             return
-        # A checkpoint may come just after a temporary one, which will be deleted.
+        # A checkpoint may follow just after a temporary checkpoint, which will be deleted.
         is_last = before and (cache_type == PREFILL or not _is_temporary(before[-1]))
         if is_last and not ended and len(tokens) - before[-1].stop < MIN_TOKENS_BETWEEN:
             return
@@ -330,7 +329,7 @@ class CheckpointSaver(Saver):
             stored.setdefault(checkpoint.block, []).append(checkpoint)
         leaf = sequence.leaf(chain) if ended else None
         superseded = self.superseded(sequence, stored, store) if ended else ()
-        # The commit names all windows and states that the checkpoint needs, so that all stay.
+        # The commit names all windows and states that the checkpoint needs, to pin them.
         at_end = self._needed_at(chain, chain[-1].stop, stored) or ()
         used = [need.record for need in at_end if isinstance(need.record, Checkpoint)]
         added = tuple(new or chain[-1:])
@@ -341,10 +340,10 @@ class CheckpointSaver(Saver):
     def _loss_s(
         self, chain: Sequence[Block], stored: Stored, store: BlockStore, cache_type: str
     ) -> float:
-        """Return how many seconds of computing a kill would lose, up to the chain's end.
+        """Return the seconds of computing, since the last safe checkpoint, that a kill would lose.
 
         Infinite if the speed is unknown, and for the first checkpoint that is not temporary,
-        because other conversations share it. Earlier temporary checkpoints are used only if the new
+        because other conversations share it. Earlier temporary checkpoints count only if the new
         checkpoint is temporary, too.
         """
         is_chunk = cache_type == PREFILL
@@ -370,7 +369,7 @@ class CheckpointSaver(Saver):
     ) -> list[tuple[Checkpoint, Arrays]]:
         """Return the missing windows and state at the end of the chain.
 
-        With `at_once`, a stored window that is longer than needed must be safe
+        A stored window that is longer than needed is enough. With `at_once`, it must also be safe
         (`BlockStore.is_safe`).
         """
         n_tokens = chain[-1].stop
@@ -408,10 +407,10 @@ class CheckpointSaver(Saver):
         """Return the `stored` windows and states to delete, because no kept checkpoint needs them.
 
         The first checkpoint is kept, because other conversations share it. The newest are kept,
-        too. At each end of another session, and at up to `MAX_BRANCHES` more forks, the last
-        checkpoint up to this position is kept. The last safe checkpoints are also kept: then a kill
-        or an eviction costs another conversation at most `config.MAX_LOSS_S`. A temporary
-        checkpoint is kept only at an end, at a fork, or at the end of the chain.
+        too. Other sessions may end or branch off in the chain: the last checkpoint before each such
+        end is kept, and before up to `MAX_BRANCHES` more forks. The last safe checkpoints are also
+        kept: then a kill or an eviction costs another conversation at most `config.MAX_LOSS_S`. A
+        temporary checkpoint is kept only at such an end, at a fork, or at the end of the chain.
         """
         chain = sequence.chain
         ends, forks = store.ends(chain, sequence.session), store.forks(chain)
@@ -489,7 +488,7 @@ def _stored_window(stored: Stored, block: Block, window: int, n_tokens: int) -> 
 def _replies_left(
     chain: Sequence[Block], sequence: RunningSequence, store: BlockStore
 ) -> list[Checkpoint]:
-    """Return the checkpoints of abandoned replies, which branch off where this chain continued.
+    """Return the checkpoints of abandoned replies, which branch off after the restored blocks.
 
     No turn follows an abandoned reply, so its only checkpoint is at its end. A branch with a second
     checkpoint or a session's end is another conversation.

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from ..store.shared_objects import Conversation
 
 _ORDER = count()
-"""Numbers the requests in order of arrival."""
 
 LAST_PART_S = 2.0
 """The longest time that the last part of a reply waits until the earlier parts are on disk."""
@@ -47,7 +46,7 @@ MIN_SHARED = 2 * BLOCK_TOKENS
 SHORT_REPLY = 16
 """For a shorter reply, stored ids are not read: reading takes longer than drafts save."""
 _MORE_BYTES = 1 << 20
-"""A shared object may have this number of bytes in addition to two blocks."""
+"""A shared object may have this many bytes in addition to two blocks and two checkpoints."""
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +166,7 @@ class RequestState:
 
 
 class _Source:
-    """A shared conversation's blocks and checkpoints, for a match and for a restore point."""
+    """A conversation's blocks and checkpoints in the shared tier, to match and to restore."""
 
     def __init__(self, conversation: Conversation) -> None:
         self._children = {block.parent: [block] for block in conversation.chain}
@@ -289,7 +288,7 @@ class Serving:
             return Plan()
         if model.spec.any_prefix:
             path = [block for block in path if block.start < point.n_tokens]
-        # Models with checkpoints also fetch the blocks after the checkpoint, for the reply's ids.
+        # Models with checkpoints also fetch later blocks, because a splice uses these blocks' ids.
         forms = [(block, model.spec.block_arrays(block.n_tokens)) for block in path]
         needed: list[tuple[Record, int]] = [(block, forms_bytes(form)) for block, form in forms]
         needed += [(need.record, need.n_bytes) for need in point.needed if need.record not in path]
@@ -446,7 +445,7 @@ class ServedRequest(TakenRequest):
             if lookup is not None and serving.model.ranks.are_several:
                 fed = lookup.stored.prompt  # all ranks use the prompt that rank 0 has looked up
             reuse = Reuse(fed, Outcome(Kind.MISS, len(fed.ids), reason=Reason.STORE_FAILED))
-            state.digest = None  # of the looked-up text; `fed` can have another
+            state.digest = None  # it describes the looked-up text, and `fed` may differ
         if state.fetched and reuse.outcome.kind is not Kind.EXACT:
             detail = "; ".join(filter(None, (reuse.outcome.why, state.fetched)))
             reuse.outcome = replace(reuse.outcome, detail=detail)
