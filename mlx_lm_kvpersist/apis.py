@@ -70,8 +70,8 @@ class Request:
     """A request to generate, in the terms of chat templates and samplers.
 
     `fields` has the messages and the parameters, named as in Chat Completions. The model may call
-    `tools`, even if `fields` does not show them to the template; if None, calls are treated as
-    text. `places` names each message in the client's body, such as "input[3]".
+    `tools`, even if the template does not see them in `fields`. If `tools` is None, calls are
+    treated as text. `places` names each message in the client's body, such as "input[3]".
     """
 
     fields: dict[str, Any]

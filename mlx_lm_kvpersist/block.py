@@ -14,7 +14,7 @@ from typing import ClassVar
 from .image_ids import ids_of, words_of
 
 KEY_BYTES = 16
-"""Two of about 2**64 different prefixes are likely to have the same key by accident."""
+"""Up to about 2**64 different prefixes, two equal keys are unlikely."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Block:
     """A block of up to BLOCK_TOKENS tokens; `start` tokens are before it.
 
     `parent` is the key of the block before it, or of the root. `text` has the characters that
-    become complete in it; `pending` has the bytes of an incomplete character at its end.
+    become complete in this block. `pending` has the bytes of an incomplete character at its end.
     Comparisons ignore the text, because the ids up to the block's end determine it.
     """
 

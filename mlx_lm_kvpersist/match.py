@@ -102,7 +102,7 @@ class TokenText:
         return list(compress(count(), map(controls.__contains__, ids))) if controls else []
 
     def controls(self, ids: Sequence[int], pending: bytes = b"") -> list[tuple[int, int]]:
-        """Return (characters before it, id) of each control, unknown or first image token."""
+        """Return (characters in front, id) for each control, unknown and first image token."""
         controls, n_chars, start = [], 0, 0
         for place in self.control_places(ids):
             text, pending = self.feed(ids[start : place + 1], pending)
@@ -141,7 +141,7 @@ class TokenText:
     ) -> list[tuple[int, bool]]:
         """Return for each token how many characters are complete, and whether bytes are pending.
 
-        The last item is of the first token that ends after `max_chars`.
+        The list ends with the first token that ends after `max_chars`.
         """
         decoder = _Decoder("replace")
         decoder.setstate((pending, 0))
@@ -225,10 +225,11 @@ def beginnings(block: Block, source: BlockSource) -> list[Block]:
 class Match:
     """The stored blocks that match the beginning of a prompt.
 
-    The first `n_tokens` tokens of `path` are the prompt's first `n_chars` characters, less the text
-    of an image that is stored in part. `at_end`: nothing is stored after these tokens on this
-    branch. In a match by text, the nearest stored text begins with the prompt's first `n_agreed`
-    characters, perhaps a few more than `n_chars`. Then it continues with `stored_next`.
+    The first `n_tokens` tokens of `path` are the prompt's first `n_chars` characters. If an image
+    is stored only in part, `n_tokens` excludes it, and `n_chars` includes its text. `at_end`:
+    nothing is stored after these tokens on this branch. In a match by text, the nearest stored text
+    begins with the prompt's first `n_agreed` characters, perhaps a few more than `n_chars`. Then it
+    continues with `stored_next`.
     """
 
     path: tuple[Block, ...]
@@ -273,13 +274,13 @@ def match_prompt(
     best, n_best, n_used = None, 0, 0
     steps = _steps(source, root, prompt, tokens, packed_ids)
     for step in steps:
-        # A character that is incomplete in the store may count as one more.
+        # A stored incomplete character may add one character to the match.
         if step.position + step.n_equal + 1 <= n_best:
             break
         n_tokens, n_chars = _cut(step, prompt, tokens)
         n_more = step.position + n_chars - n_best
         if best is not None and n_more == 0 and not step.node.has_text_only:
-            # An image's other tokens add no characters: compare tokens.
+            # An image's other tokens add no characters, so tokens are compared.
             n_more = step.node.start + n_tokens - best.node.start - n_used
         if n_tokens and n_more > 0:
             best, n_best, n_used = step, step.position + n_chars, n_tokens
@@ -315,7 +316,7 @@ def _out_of_image(match: Match, prompt: Sequence[int]) -> Match:
 
 @dataclass(frozen=True)
 class _Step:
-    """A block; its first `n_equal` characters (or bytes of ids) are the prompt's at `position`.
+    """A block; its first `n_equal` characters (or bytes of ids) equal the prompt at `position`.
 
     If the block begins inside a character, `pending` has that character's first bytes. `ids_end`:
     the end of the block's packed ids, counted from the root. `has_own_ids`: whether all ids up to
@@ -425,15 +426,16 @@ MAX_ALIKE = 64
 _MAX_STEPS = 64
 
 Find = Callable[[Literal[">", "<="], "str | bytes"], list[Block]]
-"""Finds the first block after a text or ids (">"), or the last not after it and equals ("<=")."""
+"""With ">", finds the first block after a text or ids in sorted order. With "<=", finds the last
+block up to this place, and blocks of equal content."""
 
 
 def nearest(ahead: str | bytes, find: Find) -> list[Block]:
     """Return the blocks whose text (or packed ids, for bytes) has most in common with `ahead`.
 
     In sorted order, these blocks are next to `ahead`. Only a block that is a prefix of `ahead` can
-    be further away. So the search repeats with the prefix that the last block before `ahead`
-    shares.
+    be further away: "ab" is before "abc" for `ahead` "abz". So the search repeats with the part
+    that the last block before `ahead` shares.
     """
     nodes = find(">", ahead)
     key = ahead
@@ -482,7 +484,7 @@ def splice(
         if tokens.decode(stored + tail) != text:
             tail = _encode_rest(text[match.n_chars - n_chars :], tokens, encode)
     else:
-        # The next characters can change the tokens of the last word, and thus the reply.
+        # Text after the match can change the tokens of its last word, and thus the reply.
         n_stored, n_own = _common_boundary(own, ends, stored, stored_ends)
         stored, tail = stored[:n_stored], list(own[n_own:])
     if not (n_same or stored) or tokens.decode(stored + tail) != text:

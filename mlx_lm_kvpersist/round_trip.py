@@ -1,4 +1,4 @@
-"""The long numeric check: a tiny model's live path gives the results of mlx-lm's caches.
+"""The long numeric check: a tiny model gives the same results with our and mlx-lm's caches.
 
 For reference, each sequence runs alone with mlx-lm's KVCache, over keys and values that
 `mx.quantize` and `mx.dequantize` have rounded. On the live path sequences are batched, join, leave,
