@@ -43,7 +43,6 @@ _QUESTIONS = {
 _REPLY_TOKENS = {COLD: 16, HOT: 64, RESTARTED: 16}
 _CONVERSATIONS = 3
 _WORTH_REPEATING = 2048
-"""Prompts are lengthened to this number of tokens before conversations are added."""
 _SLACK = 1.3
 """A factor for the planned time: long prompts are computed at fewer tokens a second."""
 _SELF_TEST_S, _LONG_PROBE_S = 5.0, 0.5
@@ -51,7 +50,7 @@ _SELF_TEST_S, _LONG_PROBE_S = 5.0, 0.5
 
 @dataclass
 class Side:
-    """A server, its replies by state, and its conversations."""
+    """A server, its conversations, and its replies by state: COLD, HOT or RESTARTED."""
 
     name: str
     server: StartedServer
@@ -66,7 +65,7 @@ class Side:
             self.messages.append(messages)
 
     def turn(self, messages: list[Message], state: str, before: str = "") -> None:
-        """Ask the state's question; the reply becomes part of the conversation."""
+        """Send `before` and the state's question; add the reply to `messages`."""
         messages.append(_user(before + _QUESTIONS[state]))
         replies = self.replies.setdefault(state, [])
         with ongoing(f"{self.name}: {state}, {len(replies) + 1}"):
@@ -158,10 +157,10 @@ def plan(model: str, speed: StockSpeed, limit_s: float, spent_s: float) -> tuple
     room = max_context(model, None) or LENGTHS[-1]
     lengths = [n for n in LENGTHS if n + 512 <= room]
     reply_s = 2 * sum(_REPLY_TOKENS.values()) / speed.reply_tokens_per_s
-    spent_s += 3 * speed.load_s + 2 * _SELF_TEST_S  # the starts still to come
+    spent_s += 3 * speed.load_s + 2 * _SELF_TEST_S  # three more starts, two with self-tests
 
     def needed_s(n_tokens: int, n_conversations: int) -> float:
-        # Stock computes the prompt twice, the plugin once.
+        # Stock computes a prompt again after `kill -9`. The plugin computes it once.
         prompts_s = 3 * _SLACK * n_tokens / speed.prompt_tokens_per_s
         return spent_s + n_conversations * (prompts_s + reply_s)
 
@@ -174,7 +173,7 @@ def plan(model: str, speed: StockSpeed, limit_s: float, spent_s: float) -> tuple
             f"second and loads the model in {speed.load_s:.0f} s; "
             f"give --minutes {minutes + 1:.0f}, or a smaller model{slow}"
         )
-    # Prefer prompts of useful length, then more conversations, then more tokens.
+    # Prefer longer prompts up to 2,048 tokens, then more conversations, then longer prompts.
     return max(fitting, key=lambda plan: (min(plan[0], _WORTH_REPEATING), plan[1], plan[0]))
 
 
@@ -247,7 +246,7 @@ def row(
     reused: Sequence[float] | None = None,
     more_is_better: bool = False,
 ) -> dict[str, Any]:
-    """Return the medians, and the median of the ratios. reused: reused tokens of each server."""
+    """Return a row of medians. reused: tokens that stock and the plugin reused."""
     pairs = [(b, a) if more_is_better else (a, b) for a, b in zip(stock, ours, strict=False)]
     return {
         "what": what,

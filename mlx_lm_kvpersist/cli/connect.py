@@ -1,7 +1,7 @@
 """`mlx-lm-kvpersist connect`: a client's configuration for this server, printed or written.
 
-Other settings in a file stay. Before a file is written, its content is saved next to it; `--undo`
-restores this content.
+Other settings in a file stay. Before a file is written, its content is saved next to it for
+`--undo`.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from ..units import shortened
 from .servers import ask
 
 Settings = Mapping[str, Any] | str
-"""A table for a JSON file, or the text of tables for a TOML file."""
+"""What to add to a file: a mapping for JSON, a text for TOML."""
 
 _NAME = "kvpersist"
 _TITLE = "mlx-lm-kvpersist"
 _MODEL = "default_model"
 """The stock server's name for the model of `--model`."""
 _CLAUDE_MODEL = "claude-local"
-"""Names that begin with "claude" mean the server's model; Claude Code lists only such names."""
+"""Claude Code lists only names that begin with "claude"; the server answers to them."""
 _NO_KEY = "none"
 _MAX_OUTPUT = 32_000
 
 
 @dataclass(frozen=True)
 class Client:
-    """A client's `files`, JSON or TOML, and the command `start` that uses them.
+    """A client's configuration `files` (JSON or TOML), and the command `start` that uses them.
 
-    without_file: a command that needs no file. for_all: the files that change the client for all
-        projects; the client then starts as usual.
+    without_file: a command with the same effect as the files. for_all: files for --global, which
+        change the client for all projects; `start` is then not needed.
     """
 
     start: str
@@ -106,7 +106,7 @@ def context_of(url: str) -> int | None:
             f"--port {urlsplit(url).port or 80} --model ...`, and connect again: the client then "
             "knows the model's context length.\n"
         )
-    except (KeyError, TypeError, ValueError, StopIteration):  # the server is another program's
+    except (KeyError, TypeError, ValueError, StopIteration):  # e.g. a server without the plugin
         print(f"The server at {url} states no context length, so the client does not know it.\n")
     return None
 
@@ -166,7 +166,7 @@ def _undone(path: Path, record: Mapping[str, Any]) -> str | None:
         return text if before is not None else text.lstrip() or None
     former = json.loads((before or "").strip() or "{}")
     table = _without(json.loads(current, object_pairs_hook=_table), former, json.loads(after))
-    # A program that only wrote the same entries in another style has changed nothing.
+    # If only the style of the file differs, restore the former text.
     return before if json.dumps(table) == json.dumps(former) else _in_json(table, current)
 
 
@@ -187,7 +187,7 @@ def _without(
 
 
 def _content(path: Path) -> str | None:
-    """Return a file's text, None without a file. Raises ValueError for bytes that are not UTF-8."""
+    """Return a file's text, or None if there is no file. Raises ValueError if it is not UTF-8."""
     return path.read_bytes().decode() if path.exists() else None
 
 
@@ -200,7 +200,7 @@ def _write(file: Path, settings: Settings) -> None:
 
     Raises ValueError if settings cannot be merged, OSError or RuntimeError for an unusable file.
     """
-    path = file.resolve()  # write through links
+    path = file.resolve()  # keep a link: write to its target
     if path.exists() and not path.is_file():
         raise ValueError("it is not a regular file")
     before = _content(path)
@@ -238,12 +238,12 @@ def _text(settings: Settings, before: str) -> str:
         for header, lines in _tables(settings).items():
             old = tables.get(header, {})
             new = {key: line for key, line in lines.items() if key not in old}
-            tables[header] = new | old | lines  # `old` may end with a value of several lines
+            tables[header] = new | old | lines  # new keys first: `old` may end inside a value
         text = _in_toml(tables, before)
         if sys.version_info >= (3, 11):  # Python 3.10 cannot read TOML
             import tomllib
 
-            # Quoted or dotted keys, inline tables, and strings of several lines mislead `_tables`.
+            # `_tables` misreads quoted or dotted keys, inline tables, and strings of several lines.
             if tomllib.loads(text) != _merged(tomllib.loads(before), tomllib.loads(settings)):
                 raise ValueError("its entries have another form than expected")
         return text
@@ -263,7 +263,7 @@ def _in_json(table: Mapping[str, Any], like: str) -> str:
 
 
 def _expanded(value: Any, like: str, line: str, indent: str) -> str:
-    """Return a value as JSON of several lines, except parts that `like` has on one line.
+    """Return a value as JSON of several lines. Lists and objects on one line in `like` stay so.
 
     line: a line break and the indentation of the value.
     """
@@ -281,9 +281,10 @@ def _expanded(value: Any, like: str, line: str, indent: str) -> str:
 
 
 def _tables(toml: str) -> dict[tuple[str, int], dict[tuple[str, int], str]]:
-    """Return the lines of a TOML text by table header ("" for the top), then by key.
+    """Return a TOML text as {(header, number): {(key, number): line}}.
 
-    Headers and keys are numbered, because comments, blank lines and arrays of tables repeat.
+    Lines before the first table have the header "". The number counts equal headers or keys, such
+    as the keys "" of blank lines.
     """
     lines: dict[tuple[str, int], str] = {}
     tables = {("", 0): lines}
@@ -385,7 +386,7 @@ def opencode(url: str, n_context: int | None) -> Client:
 
 
 def aider(url: str, n_context: int | None) -> Client:
-    """Aider takes a configuration file, and a file with facts about models. JSON is valid YAML."""
+    """Aider reads options from YAML (JSON is valid YAML), and facts about models from JSON."""
     model, folder = f"openai/{_MODEL}", Path.home()
     settings = {"openai-api-base": f"{url}/v1", "openai-api-key": _NO_KEY, "model": model}
     file, facts = folder / f".aider.{_NAME}.json", folder / f".aider.{_NAME}.models.json"
@@ -398,7 +399,7 @@ def aider(url: str, n_context: int | None) -> Client:
 
 
 def openwebui(url: str, n_context: int | None) -> Client:
-    """Open WebUI reads variables at its first start; the last variable makes it send chats' ids."""
+    """Open WebUI reads variables at its first start. The last one makes it send chat ids."""
     variables = {
         "OPENAI_API_BASE_URL": f"{url}/v1",
         "OPENAI_API_KEY": _NO_KEY,
@@ -410,8 +411,8 @@ def openwebui(url: str, n_context: int | None) -> Client:
 def router(servers: Sequence[str]) -> str:
     """Return the command of SGLang's model gateway in front of running servers.
 
-    The gateway knows a model by the first name that its servers list. Raises ConfigError if the
-    servers list different names, KVPersistError if a server does not answer.
+    The gateway uses the first model name that the servers list. Raises ConfigError if the servers
+    list different names, KVPersistError if a server does not answer.
     """
     urls = [url.rstrip("/") if "://" in url else f"http://{url.rstrip('/')}" for url in servers]
     names: dict[str, str] = {}

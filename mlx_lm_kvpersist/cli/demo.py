@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_model(folder: Path) -> Path:
-    """Write a small Llama, whose greedy replies are endless printable text; return `folder`."""
+    """Write a small Llama; return `folder`. Its greedy replies are endless printable text."""
     # Not at the top: importing mlx-lm takes seconds, during which nothing would be printed.
     import mlx.core as mx
     from mlx.utils import tree_flatten
@@ -101,7 +101,7 @@ def make_model(folder: Path) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config))
     weights = dict(tree_flatten(llama.Model(llama.ModelArgs.from_dict(config)).parameters()))
-    # A token without weights has the logit 0, which is never the highest.
+    # Zero weights give a token the logit 0. The highest logit is above 0.
     printable = [tokenizer.decode([i]).isascii() and i > 1 for i in range(n_tokens)]
     weights["lm_head.weight"] *= mx.array(printable)[:, None]
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})

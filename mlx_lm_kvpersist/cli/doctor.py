@@ -165,7 +165,7 @@ def store(folder: Path, key: Path | None = None) -> Finding:
 
 
 def running(start: str) -> tuple[Finding, str]:
-    """Check what answers at the default port; also return the next command (`start` or connect)."""
+    """Check the default port. Also return the next command: `start` or `connect`."""
     name, url = f"port {PORT}", f"http://127.0.0.1:{PORT}"
     start = f"{start} --model mlx-community/Qwen3-8B-4bit"
     try:
@@ -197,7 +197,7 @@ def ask(command: Sequence[str]) -> tuple[int, str]:
 
 
 def run(args: argparse.Namespace) -> Report:
-    """Check everything that activation depends on, causes before effects; then store and port."""
+    """Check what `--plugin` needs, causes before effects; then check the store and the port."""
     command, folder = f"{server_command()} --plugin {PLUGIN}", args.kvpersist_dir
     where = f" --kvpersist-dir {shlex.quote(str(folder))}" if folder else ""
     port, following = running(command + where)

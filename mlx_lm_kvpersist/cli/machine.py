@@ -18,13 +18,13 @@ from ..units import show_bytes
 _PACKAGES = ("mlx", "mlx-lm", "mlx-lm-kvpersist", "transformers")
 _SIZE, _REPEATS = 384, 3
 _SLOW_GFLOPS = 10.0
-"""With OpenBLAS, a core is several times as fast; with the reference BLAS, a fifth as fast."""
+"""A core reaches several times this with OpenBLAS, and a fifth of it with the reference BLAS."""
 
 
 def versions() -> dict[str, str]:
     releases = {"python": platform.python_version()}
     for name in _PACKAGES:
-        with suppress(PackageNotFoundError):  # a checkout need not be installed
+        with suppress(PackageNotFoundError):  # not installed, e.g. a checkout
             releases[name] = version(name)
     return releases
 
@@ -80,7 +80,7 @@ def conditions(content: Mapping[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    # `doctor` calls this in a separate process, because MLX can abort.
+    # `doctor` runs this.
     import mlx.core as mx
 
     print(json.dumps([str(mx.default_device()), cpu_gflops()]))

@@ -31,15 +31,15 @@ _STORE = ("dir", "encrypt")
 _OF_RANKS = ("sessions", "store", "why")
 _BUDGETS = (*_STORE, "disk", "min-free")
 _SIGPIPE_STATUS = 141
-"""The status of a program whose reader has ended, as shells report it: 128 + SIGPIPE."""
+"""The exit status if stdout is a closed pipe, as in shells: 128 + SIGPIPE (13)."""
 _WHICH = "a session's id, the beginning or end of an id, or a session's name or title"
 
 
 class CommandParser(argparse.ArgumentParser):
     """A parser whose errors suggest a command or an option.
 
-    `commands` has the parsers of a group's commands by name; it is empty for a command. The epilog,
-    an example, is also shown if arguments are missing.
+    commands: the parsers of a group's commands by name; empty if the parser is for a command. If
+    arguments are missing, the error also shows the epilog, which is an example.
     """
 
     commands: Mapping[str, CommandParser] = MappingProxyType({})
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status; a KVPersistError is one line on stderr."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # an ASCII terminal shows names as far as possible
+            stream.reconfigure(errors="replace")  # an ASCII terminal shows "?" for other characters
     parser = make_parser()
     parser.check_command(sys.argv[1:] if argv is None else argv)
     args, unknown = parser.parse_known_args(argv)
@@ -92,9 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     module, _, function = args.run.partition(":")
     try:
-        if getattr(args, "model", None):  # before imports that take seconds
+        if getattr(args, "model", None):  # fail before slow imports
             versions.check()
-            if not os.environ.get("MLXLM_USE_MODELSCOPE"):  # with it, mlx-lm asks another hub
+            if not os.environ.get("MLXLM_USE_MODELSCOPE"):  # if set, mlx-lm uses another hub
                 _imported("bench").fetched(args.model)
         run = getattr(_imported(module), function)
         result = _of_each_rank(run, args) if args.command in _OF_RANKS else run(args)
@@ -129,7 +129,7 @@ def _imported(module: str) -> ModuleType:
 
 
 def _of_each_rank(run: Callable[..., Any], args: argparse.Namespace) -> int:
-    """Run a command on one store, or on each rank's store. It fails if all stores raise errors."""
+    """Run a command on one store, or on each rank's store. Fails if all stores fail."""
     from .opening import folders_of
 
     folders = folders_of(args)
@@ -187,7 +187,7 @@ def make_parser() -> CommandParser:
     summary = "say whether --plugin works here and, if not, why"
     _adder(commands, *_STORE)("doctor", "doctor:run", summary)
     add = _adder(commands)
-    # No character is a prefix of options here, so all arguments go to mlx_lm.server.
+    # With this prefix no argument is an option: mlx_lm.server gets all arguments.
     summary = "run mlx_lm.server with the plugin; needs no .pth file"
     server = add("server", "main:run_server", summary, add_help=False, prefix_chars="\0")
     server.add_argument("options", nargs=argparse.REMAINDER)
@@ -224,7 +224,7 @@ def _commands(parser: CommandParser, dest: str, summary: str | None = None) -> A
 
 
 def _adder(commands: Any, *names: str) -> Any:
-    """Return a function that adds and returns a command with these options of the server."""
+    """Return a function that adds a command. names: its options, e.g. "dir": --kvpersist-dir."""
 
     def add(
         name: str, run: str, summary: str, *, json: bool = bool(names), **options: Any

@@ -21,11 +21,11 @@ from ..store.records import StoreLimits
 def folders_of(args: argparse.Namespace) -> list[Path]:
     """Return the folder that the options name, and the folders of ranks in it.
 
-    The named folder need not exist. It is left out if it has folders of ranks and no index. In the
-    other functions, `args` names one store's folder.
+    The named folder need not exist. It is left out if it has folders of ranks and no index. All
+    other functions need the folder of one store in `args`.
     """
     if "kvpersist_dir" not in args:
-        return [Path()]  # for a command without a store
+        return [Path()]  # `store prune` has no folder
     folder = args.kvpersist_dir or default_folder()
     of_ranks = sorted(path for path in folder.glob("rank-*") if RANK_FOLDER.fullmatch(path.name))
     has_own = not of_ranks or (folder / "index.sqlite").exists()
@@ -35,7 +35,7 @@ def folders_of(args: argparse.Namespace) -> list[Path]:
 def existing(args: argparse.Namespace) -> OwnFiles:
     """Return a store's files; change nothing.
 
-    Raises StoreError unless the folder holds a store of this key, with or without an index.
+    Raises StoreError if the folder holds no store, or needs another key. An index is optional.
     """
     folder: Path = args.kvpersist_dir
     files = OwnFiles(folder, encryption_of(args))
@@ -79,7 +79,7 @@ def reading(args: argparse.Namespace, *, check_all: bool = False) -> Iterator[In
 
 @contextmanager
 def changing(args: argparse.Namespace, limits: StoreLimits | None = None) -> Iterator[DiskStore]:
-    """Open a store to change it, without its lock; a missing or damaged index is rebuilt."""
+    """Open a store to change it; rebuild a missing or damaged index. The lock is not held."""
     limits = limits or StoreLimits(0, 1 << 62)
     folder, encryption = existing(args).folder, encryption_of(args)
     with closing(DiskStore(folder, limits, encryption=encryption)) as disk:

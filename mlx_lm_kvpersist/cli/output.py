@@ -34,13 +34,13 @@ from ..store.records import Session, Totals
 from ..units import show_bytes
 
 _PIPE_WIDTH = 200
-"""Columns if there is no terminal to ask."""
+"""The width of the output if stdout is not a terminal."""
 _GAP = 2
 """Blanks between the columns of a table."""
 _LEAST_WIDTH = 8
 _NAME_CHARS = 160
 _IS_ID = re.compile("[0-9a-f]{8}-?[0-9a-f]{4}|^digest-", re.IGNORECASE)
-"""Matches a session's name that is made for programs."""
+"""Matches a session's name that is an id, e.g. a UUID."""
 _UNITS_S = {"d": 86_400, "h": 3600, "min": 60}
 
 
@@ -141,7 +141,7 @@ def utc_time(time_s: float) -> str:
 
 
 def print_tsv(sessions: Iterable[Mapping[str, Any]], *columns: str) -> None:
-    """Print fields of sessions, after a line with their names. Sizes are in bytes, times in UTC."""
+    """Print a line of field names, and a line for each session. Sizes are bytes, times UTC."""
     print(*columns, sep="\t")
     for row in sessions:
         fields = {**row, "precision": layout_in_words(row["precision"] or "")}
@@ -169,7 +169,7 @@ def table(
 ) -> Table:
     """Return a table; `right` names the columns of numbers, separated by blanks.
 
-    shortened: the column whose cells are shortened, to 8 columns at least, to fit the terminal.
+    shortened: the column whose cells are cut to fit the terminal; at least 8 characters stay.
     """
     rows = list(rows)
     if shortened:
@@ -192,7 +192,7 @@ def record(fields: Mapping[str, Any]) -> Table:
 
 
 def records(rows: Sequence[Mapping[str, Any]], *columns: str) -> Table:
-    """Return a table of records of JSON values, with the fields that `columns` names."""
+    """Return a table of JSON objects, with the fields that `columns` names."""
     numbers = {name for row in rows for name in columns if type(row.get(name)) is int}
     cells = ([_cell(name, row.get(name), 60) for name in columns] for row in rows)
     return table([*map(_label, columns)], cells, " ".join(map(_label, numbers)))
@@ -227,7 +227,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def ongoing(what: str) -> Iterator[Callable[[str], None]]:
-    """Print each step to stderr, with a clock in a terminal. The yielded function begins a step."""
+    """Print steps to stderr; in a terminal, show a clock. The yielded function begins a step."""
     with _progress(TimeElapsedColumn()) as clock:
         task = clock.add_task("", total=None)
 

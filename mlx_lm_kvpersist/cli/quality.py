@@ -30,11 +30,11 @@ REFERENCE = "16"
 
 _MIN_TOKENS = 64
 _WINDOW, _STRIDE = 1024, 512
-"""Tokens of a text that the model sees at once (a window), and by which the window advances."""
+"""Tokens that the model sees at once (a window), and tokens between the starts of windows."""
 _REPLY_TOKENS = 24
 _TOOL_TOKENS = 64
 _TOOL_CHARS = 3000
-"""Length of the text before a chain of tool calls: more than a block."""
+"""Length of the text before the tool calls: more than a block of 256 tokens."""
 
 _ESTIMATES = ("perplexity", "perplexity_rise", "agreement", "divergence_nats")
 _Said = tuple[list[list[int]], list[list[int]]]
@@ -95,10 +95,11 @@ def run(args: argparse.Namespace) -> Report:
 def _judged(
     tokenizer: Any, expected: Sequence[Any], replies: _Said, own: _Said
 ) -> dict[str, dict[str, int | None] | None]:
-    """Return a row's fields about replies, hidden facts and tool calls; None if none was tried.
+    """Return a row's fields about replies, hidden facts (`needles`) and tool calls.
 
-    `own` has the answers in the model's own precision. `same` counts answers with the same first
-    tokens or the same call. `found` counts answers with the hidden number or the `expected` call.
+    A field is None if nothing was tried. `own` has the answers in the model's own precision. `same`
+    counts answers that equal `own` in the first tokens or in the call. `found` counts answers with
+    the hidden number or the `expected` call.
     """
     first = slice(checks.FIRST_TOKENS)
     same = [reply[first] == mine[first] for reply, mine in zip(replies[0], own[0], strict=True)]
@@ -133,9 +134,9 @@ def _measured(
 ) -> list[dict[str, Any]]:
     """Return the rows for JSON: the model's own precision first, then each of `specs`.
 
-    All are compared with the model's own precision. `perplexity_rise` is relative. `agreement` is
-    the share of equal next tokens. `divergence_nats` is the mean Kullback-Leibler divergence, and
-    `texts` has it for each text. `bits_per_number` includes scales and biases.
+    Each row is compared with the first. `perplexity_rise` is relative. `agreement` is the share of
+    equal next tokens. `divergence_nats` is the mean Kullback-Leibler divergence, `texts` the
+    divergence by text. `bits_per_number` includes scales and biases.
     """
     part_ids, places = placed(tokenizer)
     part_ids = part_ids[: position_limit(model)]
@@ -186,7 +187,7 @@ def _measured(
 
 
 def _specs(model: Any) -> tuple[dict[str, ModelCacheSpec], dict[str, str]]:
-    """Return the spec of each supported precision, and why the rest is not supported."""
+    """Return the spec of each supported precision, and why each other precision is left out."""
     specs: dict[str, ModelCacheSpec] = {}
     left_out: dict[str, str] = {}
     for name in (name for name in KV_BITS if name != REFERENCE):

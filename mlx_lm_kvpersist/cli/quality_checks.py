@@ -28,10 +28,10 @@ FIRST_TOKENS = 16
 """Two replies count as the same if this number of first tokens is equal."""
 
 Window = tuple[list[int], int]
-"""Ids, and how many of the first ids are only read; the later ids are predicted."""
+"""Ids, and the number of context ids at their start. The rest is predicted."""
 
 THINGS = {"tin box": "48213", "brass key": "70964", "green boat": "15387"}
-"""Facts to be hidden in a text: the number of each thing."""
+"""Facts to hide in a text, e.g. "The number of the keeper's tin box is 48213"."""
 QUESTIONS = (
     *(f"What is the number of the keeper's {thing}? Give the number." for thing in THINGS),
     "What is this text about? Answer in one sentence.",
@@ -72,7 +72,7 @@ def server_attention() -> Iterator[None]:
 def served(
     model: Any, choice: PrecisionChoice, attention: Strategy | Literal["auto"] = "auto"
 ) -> ModelCacheSpec:
-    """Return a model's spec with its attention plans: the policy's, or a named strategy's.
+    """Return a model's spec with its attention plans; "auto" plans as a server does.
 
     Raises ModelNotSupported if the model's cache is not supported.
     """
@@ -82,7 +82,7 @@ def served(
 
 
 def windows_of(ids: Sequence[int], begin: Sequence[int], length: int, stride: int) -> list[Window]:
-    """Cut ids into windows of `length`: `begin`, then a part that advances by `stride`.
+    """Cut ids into windows of `length`: `begin`, then ids from 0, `stride`, 2 * `stride` and so on.
 
     Every token is predicted once; the first token only if there is a `begin`. Before a token, the
     model sees at least `length - stride` tokens, or all if there are fewer.
@@ -118,7 +118,7 @@ def replies_to(
     max_tokens: int,
     ends: set[int],
 ) -> list[list[int]]:
-    """Return the greedy reply to each prompt; a reply stops before any of `ends`.
+    """Return the greedy reply to each prompt; a reply stops before a token in `ends`.
 
     The prompts' common beginning is computed once, up to a multiple of `GRID` tokens.
     """
@@ -151,13 +151,13 @@ def document_with_facts(tokenizer: Any, text: str, n_tokens: int) -> str:
 
 
 def _word_end(text: str, at: int) -> int:
-    """Return the end of the word before `at`, or `at` in scripts without blanks."""
+    """Return the place of the last blank before `at`; if it is over 100 characters away, `at`."""
     blank = text.rfind(" ", max(0, at - 100), at + 1)
     return at if blank < 0 else blank
 
 
 def prompt_of(tokenizer: Any, content: str) -> list[int]:
-    """Return the ids of a user's message, in the chat template if the model has a template."""
+    """Return the ids of a user's message, in the chat template if there is one."""
     if tokenizer.has_chat_template:
         return _rendered(tokenizer, [{"role": "user", "content": content}], None)
     return list(tokenizer.encode(f"{content}\n"))
@@ -168,7 +168,7 @@ def _rendered(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> lis
 
 
 def tool_prompts(tokenizer: Any, text: str) -> list[tuple[list[int], Any]]:
-    """Return a chain of calls: each prompt's ids, and the call that should follow.
+    """Return a chain: the ids of each prompt, and the tool call that should follow.
 
     Each prompt contains the earlier calls. The chain is empty if the template omits tools, and has
     one prompt if the template omits calls.
@@ -196,7 +196,7 @@ def tool_prompts(tokenizer: Any, text: str) -> list[tuple[list[int], Any]]:
 
 
 def tool_call_in(tokenizer: Any, reply: str) -> Any:
-    """Return the call in a reply, in the model's format or as its first JSON object, or None."""
+    """Return a reply's tool call in the model's format, or its first JSON object, or None."""
     if tokenizer.has_tool_calling and tokenizer.tool_call_start in reply:
         inner = reply.split(tokenizer.tool_call_start, 1)[1]
         if tokenizer.tool_call_end:  # some formats have no end

@@ -38,7 +38,7 @@ from .output import Report
 from .quality_checks import server_attention
 
 HEADS = {64: 64, 72: 32, 80: 32, 96: 32, 128: 64, 192: 64, 256: 128}
-"""The group size, by the size of a head."""
+"""Head sizes, each with the group size of its quantization."""
 BITS = (4, 5, 6, 8)
 N_KEYS = 32_768
 ATTENTION = mx.fast.scaled_dot_product_attention
@@ -96,8 +96,8 @@ def _expect_failure(patch: Patch, when: str) -> None:
 def check_startup(server_options: Sequence[str] = ()) -> None:
     """Run the server's `main` with plugins and without a model, until it listens.
 
-    Raises the error that stopped it. Without a plugin in `server_options`, kvpersist starts with a
-    temporary store.
+    Raises the error that stopped `main`. If `server_options` name no plugin, kvpersist starts with
+    a temporary store.
     """
     plugins = requested_plugins(server_options)
     server = importlib.import_module("mlx_lm.server")
@@ -118,7 +118,7 @@ def check_startup(server_options: Sequence[str] = ()) -> None:
     except _Listening:
         return
     except SystemExit as end:
-        # argparse prints and exits; this package's exits have their cause attached.
+        # argparse has printed the reason. If this package exits, `__cause__` has it.
         raise end.__cause__ or SelfTestFailed(stderr.getvalue().strip() or str(end)) from None
     finally:
         uninstall()
@@ -149,7 +149,7 @@ def _end_instead(server: Any, poll_interval: float = 0.5) -> None:
 
 
 def machine_findings() -> list[Finding]:
-    """Run every check, which takes minutes, and return the results."""
+    """Run all checks; this takes minutes."""
     checks = {"machine": conditions_of_machine, "out of memory": out_of_memory}
     checks |= {f"attention, heads of {dim}": partial(attention, dim) for dim in HEADS}
     checks |= {f"decoding, {bits} bits": partial(decoding, bits) for bits in BITS}
@@ -168,7 +168,7 @@ def conditions_of_machine() -> str:
 
 
 def out_of_memory() -> str:
-    """Request 256 TiB in a separate process, and compute afterwards."""
+    """Request 256 TiB in a separate process; return the error and the next result."""
     too_much = "mx.eval(mx.contiguous(mx.broadcast_to(mx.ones(1), (1 << 23, 1 << 23))))"
     code = f"import mlx.core as mx\ntry: {too_much}\nexcept Exception as e: print(e, mx.ones(1))"
     status, last_line = ask([sys.executable, "-c", code])
@@ -176,9 +176,9 @@ def out_of_memory() -> str:
 
 
 def attention(dim: int) -> str:
-    """Compare attention over quantized keys with plain arithmetic; measure fused attention.
+    """Compare attention over quantized keys with plain arithmetic; measure `ATTENTION`.
 
-    The scores of 256 queries over 8,192 keys take 16 MiB if MLX does not fuse them.
+    If MLX does not fuse attention, the peak memory includes 16 MiB of scores.
     """
     # On CUDA no packed kernel is used, and MLX would compile each kernel for half a minute.
     plan = forced_plan("dequantize" if backend() == "cuda" else "packed")
@@ -197,7 +197,7 @@ def attention(dim: int) -> str:
 
 
 def decoding(bits: int) -> str:
-    """Measure the parts of a step over 32,768 keys: 32 query heads, 8 key heads of 128 numbers."""
+    """Measure parts of a decoding step: 32,768 keys, 32 query heads, 8 key heads of size 128."""
     queries, weights = (mx.random.normal((1, 8, 4, n)).astype(mx.bfloat16) for n in (128, N_KEYS))
     keys = mx.random.normal((1, 8, N_KEYS, 128)).astype(mx.bfloat16)
     packed = mx.quantize(keys, 64, bits)
@@ -230,7 +230,7 @@ def writes(n_writes: int, n_reads: int) -> str:
 
 
 def measured(compute: Callable[[], object]) -> str:
-    """Return the least time of four calls (the first may compile), and the peak memory."""
+    """Return the least time of 4 calls (the first may compile), and the peak memory."""
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     times_s = timeit.repeat(lambda: mx.eval(compute()), number=1, repeat=4)

@@ -45,7 +45,7 @@ def answer(
     """
     url = url.rstrip("/") if "://" in url else f"http://{url.rstrip('/')}"
     key = os.environ.get(KEY_VARIABLE, "").strip()
-    # Strings are sent as Latin-1, and the server expects UTF-8.
+    # urllib sends headers as Latin-1. The server expects UTF-8.
     sent = {"Authorization": f"Bearer {key}".encode().decode("latin-1")} if key else {}
     sent |= {"Content-Type": "application/json", **(headers or {})}
     payload = None if body is None else json.dumps(body).encode()
@@ -91,7 +91,7 @@ def document(n_chars: int) -> str:
 class Reply:
     """A streamed reply.
 
-    `ttft_s` is the time to the first token, or the total time if no token is shown. `decode_s` is
+    `ttft_s` is the time to the first token, or the total time if the reply is empty. `decode_s` is
     the time from the first token to the last. `outcome` is the header X-KVPersist, or "".
     """
 
@@ -149,7 +149,7 @@ class StartedServer:
         self._process.wait()
 
     def start(self) -> None:
-        """Start on a free port, and wait for a first token. `start_s`: how many seconds it took."""
+        """Start on a free port, and wait for a first token. `start_s` is the time until then."""
         started_s = time.monotonic()
         with socket.socket() as probe:
             probe.bind((_HOST, 0))
@@ -183,7 +183,7 @@ class StartedServer:
             raise self.failure(str(error)) from error
 
     def wait_until_written(self) -> None:
-        """Wait until the writer thread has nothing to do: kill -9 loses unwritten turns."""
+        """Wait until the writer thread is idle, or about 10 s: kill -9 loses unwritten turns."""
         time.sleep(_QUIET_S)  # a turn is queued right after its reply
         for _ in range(_MOST_ASKED):
             if not ask(self.url, STATS_PATH)["store"]["queue"]["tasks"]:

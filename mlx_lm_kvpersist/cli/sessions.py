@@ -202,7 +202,7 @@ def rm(args: argparse.Namespace) -> Report:
         disk.index.state.forget_requests(None if args.all else owners)
         if args.all:
             disk.index.state.trim_replies(0)
-            for key in index.keys("blocks"):  # such as prompts whose replies a kill interrupted
+            for key in index.keys("blocks"):  # of no session, e.g. after a kill during a reply
                 disk.forget(key)
         is_overwritten = disk.index.database.empty_log()
         freed = before - disk.index.totals()

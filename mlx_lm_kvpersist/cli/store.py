@@ -50,7 +50,7 @@ _MOST_DRAWN = 40
 _MOST_CHARS = 60
 _BAR = 20
 _ID_CHARS = 8
-"""The length of the part of an id that is drawn; commands accept this part as the id."""
+"""Characters of a session's id in the drawing. Commands accept this part."""
 _AGES_S = {"1 hour": 3600, "1 day": 86_400, "7 days": 604_800, "30 days": 2_592_000}
 
 
@@ -217,10 +217,11 @@ def key(args: argparse.Namespace) -> int:
 
 @dataclass(eq=False)
 class Segment:
-    """A run of blocks that the same `n_sessions` share; `words` is the beginning of their text.
+    """Consecutive blocks of the same `n_sessions` sessions. words: the beginning of the text.
 
-    `tree_bytes` and `used` (seconds since 1970) include the segments after this segment, because a
-    use is recorded only at the end of a chain. `ending`: sessions that end in this segment.
+    tree_bytes: the bytes of this segment and of all after it. used: the last use of any of them, in
+    seconds since 1970. The store records a use only at the end of a chain. ending: sessions that
+    end in this segment.
     """
 
     number: int
@@ -238,7 +239,7 @@ class Segment:
 
 
 def draw(args: argparse.Namespace) -> Report:
-    """Draw the bytes of a store by session, segment and age. JSON calls segments parts."""
+    """Draw the bytes of a store by session, segment and age. In JSON, a segment is a "part"."""
     folder, now = args.kvpersist_dir, time.time()
     with reading(args) as index:
         segments = _segments(index)
@@ -316,7 +317,7 @@ def _drawn(index: Index, segments: Sequence[Segment]) -> Iterator[str | Table]:
     for segment in segments:
         if segment.parent is None and segment.root is not None:
             models[segment.root.model, segment.root.layout].append(segment)
-    # No segment is larger than its parent, so the parents of drawn segments are also drawn.
+    # `tree_bytes` includes the children, so parents of drawn segments are also drawn.
     large = set(heapq.nlargest(_MOST_DRAWN, segments, key=lambda segment: segment.tree_bytes))
     most, now = max(segment.n_bytes for segment in segments), time.time()
 
