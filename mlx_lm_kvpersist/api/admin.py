@@ -53,9 +53,9 @@ class Answer(NamedTuple):
 
 
 def answering(answer: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """Return a route's function: it sends the result of `answer`, or its RequestRefused.
+    """Return a route's function, which sends the result or the RequestRefused of `answer`.
 
-    answer: takes the HTTP handler; returns an Answer or its content, or None if it has replied.
+    answer: takes the HTTP handler; returns an Answer, its `content`, or None if it has replied.
     """
 
     def handle(handler: Any) -> None:
@@ -117,8 +117,8 @@ def operator_change(
 def check_operator(handler: Any, key: str | None) -> None:
     """Refuse a request that is not the operator's; see `operator_route`.
 
-    This machine's address proves nothing. The request may come through a proxy here, or from a
-    hostile page whose name resolves to this machine. The headers reveal both.
+    A request from this machine's address may come through a proxy, or from a hostile page whose
+    host name resolves to this machine. Headers show both.
     """
     address, headers = handler.client_address[0], handler.headers
     if key is not None:
@@ -166,7 +166,7 @@ def check_site(headers: Message, key: str | None) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether an address or a name, with or without a port, is this machine's own."""
+    """Tell whether a host, with or without a port, is `localhost` or a loopback address."""
     is_bare_ipv6 = host.count(":") > 1 and not host.startswith("[")
     try:
         name = host.partition("%")[0] if is_bare_ipv6 else urlsplit(f"//{host}").hostname or ""
@@ -202,7 +202,7 @@ def page_view(key: str | None) -> Callable[[Any], None]:
 
 
 def root_view(key: str | None) -> Callable[[Any], None]:
-    """Return the function of `/`: operators get the page, other clients the path of the API."""
+    """Return the function of `/`. Operators get the page. Other clients get the API's path."""
 
     def answer(handler: Any) -> Answer:
         try:
@@ -216,7 +216,7 @@ def root_view(key: str | None) -> Callable[[Any], None]:
 
 
 def sessions_view(describe: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Return a function that lists the sessions; `by_size` puts large sessions first."""
+    """Return a function that lists the sessions, the largest first if `sort` is "size"."""
 
     def answer(handler: Any) -> Any:
         query = dict(parse_qsl(handler.path.partition("?")[2]))

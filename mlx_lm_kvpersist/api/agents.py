@@ -39,7 +39,7 @@ _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "TRACE", "QUERY")
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PAGE, _MAX_PAGE = 20, 100
 _NOT_SENT = re.compile(r"[^!-~ ]+")
-"""Characters that a header cannot contain."""
+"""Characters that are not printable ASCII: a header gets "-" instead."""
 _SAVED_S = 60.0
 _POLL_S = 0.1
 
@@ -53,7 +53,7 @@ Call = Callable[[Any, Body], Any]
 
 @dataclass
 class Agent:
-    """`beginning` has the chat completion fields that are added to each request to the agent."""
+    """beginning: the messages, tools and model that each request to the agent gets."""
 
     id: str
     namespace: str
@@ -69,11 +69,11 @@ class Agent:
 
 @dataclass(frozen=True)
 class Service:
-    """The functions and keys that agents and warming use.
+    """The functions and options that agents and warming use.
 
-    sessions: returns the store's `StoredSessions`, or raises RequestRefused. key: the operator's.
-    by_key: whether each API key has a separate namespace. refusal: returns why the loaded model's
-    cache is not supported, or "" if it is.
+    sessions: returns the store's `StoredSessions`, or raises RequestRefused. key: the operator's
+    key. by_key: whether each API key has a separate namespace. refusal: returns why the loaded
+    model's cache is not supported, or "".
     """
 
     sessions: Callable[[], Any]
@@ -86,7 +86,7 @@ class Service:
 
 
 def name_session(headers: Headers, name: str) -> None:
-    """Give a request this session name instead of the client's."""
+    """Replace the client's session name."""
     del headers["X-Session-ID"]
     headers["X-Session-ID"] = name
 
@@ -103,7 +103,7 @@ class AgentsAPI:
         self._lock = threading.Lock()
 
     def routes(self) -> Iterator[tuple[str, str, Callable[[Any], None]]]:
-        """Yield method, path and function of each route; routes for wrong methods answer 405."""
+        """Yield each route's method, path and function. Wrong methods answer 405."""
         paths: dict[str, dict[str, Call]] = {
             AGENTS_PATH: {"GET": self._list, "POST": self._create},
             AGENT_PATH: {
@@ -242,7 +242,7 @@ class AgentsAPI:
         return {**fields, "messages": len(agent.beginning["messages"]), **stored}
 
     def _check_operator(self, handler: Any, *, everywhere: bool = False) -> None:
-        """Allow only the operator and, unless `everywhere`, requests that name a namespace."""
+        """Allow the operator. Unless `everywhere`, also allow requests that name a namespace."""
         if handler.command != "GET":
             check_site(handler.headers, self._service.key)
         if not everywhere and names_namespace(handler.headers, by_key=self._service.by_key):

@@ -14,12 +14,12 @@ Kind = Literal["thinking", "text"]
 
 _MAX_TOKENS = 2**31 - 1
 _READABLE = "title source url context text refusal content stdout stderr".split()
-"""Fields with the visible text of a block, in the order in which they are read."""
+"""Fields with the visible text of a content block, in reading order."""
 _MAX_DEPTH = 6
 
 
 def max_tokens(name: str, n: Any) -> int:
-    """Return a client's limit of tokens, clamped to stock's range."""
+    """Return a client's limit of tokens, at least 1 and at most 2**31 - 1."""
     require(isinstance(n, int) and not isinstance(n, bool), name, n, "an integer")
     return min(max(int(n), 1), _MAX_TOKENS)
 
@@ -43,8 +43,8 @@ def append(messages: list[tuple[str, Message]], place: str, message: Message) ->
     """Append a message, or join it to the last if both are the user's or both the assistant's.
 
     Anthropic's API reads consecutive messages of a role as one. Text after tool calls stays a
-    separate message. A message with an image stays separate, too: only images in the newest
-    message can be refused.
+    separate message. A message with an image also stays separate: the server may refuse an old
+    image in the newest message.
     """
     last = messages[-1][1] if messages else {}
     is_more = message["role"] in ("user", "assistant") and last.get("role") == message["role"]
@@ -78,9 +78,9 @@ def unread_part(kind: Any, media_type: Any = None, filename: Any = None) -> Part
 
 
 def readable(value: Any, depth: int = 0) -> str:
-    """Return the text in a block of an unknown kind, "" if it has no text.
+    """Return the text in a content block of an unknown kind, or "".
 
-    Clients also send back blocks from other servers. They must not end the conversation.
+    Clients may send back blocks from other servers. Such blocks are not errors.
     """
     if isinstance(value, str):
         return value
@@ -95,8 +95,8 @@ def readable(value: Any, depth: int = 0) -> str:
 class ReplyParts(ABC):
     """One reply, converted to the events of an API other than stock's.
 
-    White space alone does not make a part: clients drop such a part and would send back a
-    different reply.
+    White space alone is not sent as a part: a client would drop the part, and later send back
+    a different reply.
     """
 
     def __init__(self) -> None:

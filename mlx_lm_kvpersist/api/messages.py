@@ -42,7 +42,7 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 class MessagesAPI:
     """A tool with `defer_loading` is not in the list of tools.
 
-    Its definition is rendered in the tool result that refers to it.
+    The tool's definition is in the tool result that refers to the tool.
     """
 
     refuses_in_stream = False
@@ -131,7 +131,7 @@ def _texts(name: str, content: Any) -> str | list[dict[str, Any]]:
 
 
 def _assistant(name: str, content: Any) -> Message:
-    """Return the message as a chat client would send it back."""
+    """Return the message as a chat completions client sends it."""
     message: Message = {"role": "assistant", "content": ""}
     for place, block in _blocks(name, content):
         kind = block.get("type")
@@ -222,7 +222,7 @@ def _document(name: str, block: Mapping[str, Any], source: Mapping[str, Any]) ->
 
 
 def _marks_cache(body: Mapping[str, Any]) -> bool:
-    """Tell whether a client uses `cache_control`, and so expects the number of tokens written."""
+    """Tell whether a client uses `cache_control`. If so, it expects the number of stored tokens."""
     messages, system, tools = (body.get(name) for name in ("messages", "system", "tools"))
     contents = [message.get("content") for message in messages or ()]
     blocks = [

@@ -24,7 +24,7 @@ from .session_keys import is_kept
 RESPONSES_PATH = "/v1/responses"
 
 _USUAL_TOKENS = 32_768
-"""The limit for requests that set none. Stock's 512 tokens would cut off a file."""
+"""The limit of a reply if the request sets none. Stock's 512 tokens would cut off a file."""
 _PASSED_ON = ("model", "temperature", "top_p", "prompt_cache_key", "metadata")
 _STATEFUL = ("previous_response_id", "conversation", "background", "prompt")
 _ROLES = ("user", "assistant", "system", "developer")
@@ -51,7 +51,7 @@ _ECHOED: dict[str, Any] = {
 
 
 class ResponsesAPI:
-    refuses_in_stream = True  # Codex compacts only if `response.failed` has the error's code
+    refuses_in_stream = True  # Codex compacts its context only if `response.failed` has a code
 
     def parse(self, body: dict[str, Any], headers: Headers) -> Request:
         if name := next(filter(body.get, _STATEFUL), None):
@@ -104,7 +104,7 @@ def _full_name(namespace: str, name: str) -> str:
 def _messages(body: Mapping[str, Any]) -> list[tuple[str, Message]]:
     """Return messages with their places in the body.
 
-    An assistant's turn is several items in this API (reasoning, text, calls), but one message.
+    A reply is several items of this API (reasoning, text, calls), but one chat message.
     """
     messages: list[tuple[str, Message]] = []
     if body.get("instructions") is not None:
@@ -172,7 +172,7 @@ def _decoded(encoded: str) -> str | None:
 
 
 def _text(place: str, content: Any) -> str:
-    """Return the assistant's text. A part from another server becomes its visible text."""
+    """Return the assistant's text, and the visible text of other parts."""
     contents = content if isinstance(content, list) else [content]
     texts = (chat.readable(block) if isinstance(block, dict) else block for block in contents)
     return "".join(require_text(place, text) for text in texts if text is not None)

@@ -44,7 +44,7 @@ def _claude_code(headers: Message, body: Mapping[str, Any]) -> str | None:
 
 
 def _codex(headers: Message, body: Mapping[str, Any]) -> str | None:
-    """Read headers of Codex only: other clients may use such common names, too."""
+    """Return Codex's session. Other clients may use the same header names differently."""
     agent = f"{headers.get('User-Agent', '')} {headers.get('originator', '')}".lower()
     if "codex" not in agent:
         return None
@@ -57,7 +57,7 @@ def _vendor(headers: Message, body: Mapping[str, Any]) -> str | None:
 
 
 def _user_id_session(headers: Message, body: Mapping[str, Any]) -> str | None:
-    """Claude Code puts a session into `metadata.user_id`, as JSON or after `_session_`."""
+    """Claude Code puts a session's id into `metadata.user_id`, in JSON or after `_session_`."""
     user_id = _text(_metadata(body).get("user_id")) or ""
     try:
         decoded = json.loads(user_id)
@@ -105,7 +105,7 @@ def note(headers: Message, messages: Iterable[Mapping[str, Any]]) -> dict[str, s
         text, start = "\n".join(_text(block.get("text")) or "" for block in contents), 0
         while tagged := _TAGGED.match(text, start):
             start = tagged.end()
-        # `_WORDS_CHARS` characters cannot have more words.
+        # The note keeps `_WORDS_CHARS` characters, so it has fewer words.
         if words := " ".join(text[start:].split(maxsplit=_WORDS_CHARS)):
             return {**labels, "words": shortened(words, _WORDS_CHARS)}
     return labels
@@ -142,7 +142,7 @@ def is_kept(headers: Message) -> bool:
 
 
 def unshared(namespace: str) -> str:
-    """Return a separate namespace for a request without a session, if sessions are isolated."""
+    """If sessions are isolated, a request without a session gets this random namespace."""
     return short_name(f"{namespace}/{secrets.token_hex(16)}")
 
 
