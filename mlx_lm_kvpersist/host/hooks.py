@@ -189,8 +189,8 @@ class ModelSupport:
     these caches have one class. `batches` says whether sequences may be served together at all.
     If `limits` is None, neither memory nor running replies limit the chunks. `draft` has the caches
     and limits of the draft model, if one was loaded. `most_taken_back(caches)` is for steps that
-    check draft tokens: it returns how many tokens one call may append to a batch's caches so that
-    `trim` can remove any number of them. The default is 0.
+    check draft tokens: it returns the most tokens that one call may append to a batch's caches if
+    `trim` must be able to remove any number of them. The default is 0.
 
     `weigh(replies, prompts, n_bytes)` records the running sequences, and returns whether memory
     suffices while the replies grow. It is called when sequences begin, end or grow by more than a

@@ -407,10 +407,11 @@ class CheckpointSaver(Saver):
         """Return the `stored` windows and states to delete, because no kept checkpoint needs them.
 
         The first checkpoint is kept, because other conversations share it. The newest are kept,
-        too. Other sessions may end or branch off in the chain: the last checkpoint before each such
-        end is kept, and before up to `MAX_BRANCHES` more forks. The last safe checkpoints are also
-        kept: then a kill or an eviction costs another conversation at most `config.MAX_LOSS_S`. A
-        temporary checkpoint is kept only at such an end, at a fork, or at the end of the chain.
+        too. Where another session ends in the chain, the last checkpoint before this end is kept.
+        The same holds for up to `MAX_BRANCHES` places where others branch off. The last safe
+        checkpoints are also kept: then a kill or an eviction costs another conversation at most
+        `config.MAX_LOSS_S`. A temporary checkpoint is kept only where another session ends,
+        where others branch off, or at the end of the chain.
         """
         chain = sequence.chain
         ends, forks = store.ends(chain, sequence.session), store.forks(chain)

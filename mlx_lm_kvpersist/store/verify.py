@@ -29,7 +29,7 @@ class Fault(str, Enum):
     MISSING = "missing"
     """A block or checkpoint of the index has no file."""
     UNREACHABLE = "unreachable"
-    """A block's parent is missing or ends at another token, or a checkpoint's block is missing."""
+    """A parent is missing or does not end where its block begins, or a checkpoint has no block."""
     MISMATCH = "mismatch"
     """The index contradicts the file of a block or checkpoint, and the file is intact."""
     ORPHAN = "orphan"

@@ -64,8 +64,8 @@ class PackedKV:
 
     All arrays are the cache's buffers, with spare room at the end: call `attend` before the next
     update. `buffers` hold `n_tokens`. `newest` [B, H, S, D] holds the last `n_newest` tokens in
-    full precision: the queries' tokens, and earlier tokens of the first query's block of the grid.
-    In that block, `n_own` tokens are before the queries; the first of them may be packed. If rows
+    full precision: the queries' tokens, and earlier tokens of the block (of the grid) in which the
+    queries begin. That block has `n_own` earlier tokens; the first of them may be packed. If rows
     differ in `n_own`, each row has one query, and `n_own` is the largest. `rows_differ`: some rows
     of `newest` have zeros in front, in the place of packed tokens.
     """

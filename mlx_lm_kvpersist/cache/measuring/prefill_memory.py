@@ -83,7 +83,7 @@ class PrefillMemory:
 
     @classmethod
     def of(cls, model: Any, spec: ModelCacheSpec, limit_bytes: int) -> PrefillMemory:
-        """Return the memory of a model's chunks, from its parameters' shapes; evaluate nothing.
+        """Return the memory that chunks of prompts need, from the shapes of the model's parameters.
 
         On the CPU, the formula gives 0.5 to 2 times the measured bytes for most architectures, and
         up to 7 times for layers with states or without own matrices.
