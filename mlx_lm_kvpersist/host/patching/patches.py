@@ -230,7 +230,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="batch_generator",
         target="mlx_lm.server:BatchGenerator",
-        why="Prompts are computed in turns. Plugins save prompts and make batch caches.",
+        why="Prompts are computed in chunks. Plugins save prompts and make batch caches.",
         expect=(
             Overrides(
                 "BatchGenerator",
