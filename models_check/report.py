@@ -57,8 +57,9 @@ layers also write checkpoints, but [postpone](store.md#what-happens-when) most o
 
 - *In a row*: a turn of a tool loop, with 1,000 computed tokens a second and a checkpoint every two
   seconds.
-- *After a rest*: a turn before a rest of 30 seconds, so its last checkpoint is written.
-- *Every turn at once*: a turn if no checkpoint is postponed.
+- *After a rest*: the same turn, if 30 seconds pass before the next turn. Then the last checkpoint
+  is written, too.
+- *Every turn at once*: the same turn, if no checkpoint is postponed.
 
 The bytes are computed from each model's config.json, in bfloat16. In a test, tiny models wrote [the
 computed number of bytes](benchmarks.md#settled-questions).
