@@ -139,7 +139,7 @@ class KVPersistPlugin:
             ),
             memory.weigh,
             draft,
-            # Calls of a few rows check drafts. Nothing is drafted if MLX compiles kernels for them.
+            # Calls of a few rows check drafts. No drafts if MLX compiles kernels for such calls.
             most_taken_back if options.prompt_lookup and least_rows() == 1 else lambda caches: 0,
         )
 

@@ -1,8 +1,8 @@
 """The long numeric check: a tiny model gives the same results with our and mlx-lm's caches.
 
 For reference, each sequence runs alone with mlx-lm's KVCache, over keys and values that
-`mx.quantize` and `mx.dequantize` have rounded. On the live path sequences are batched, join, leave,
-are cancelled, stored, and restored from disk while other sequences decode.
+`mx.quantize` and `mx.dequantize` have rounded. On the live path, sequences join and leave batches.
+Some are cancelled, stored, and restored from disk while other sequences decode.
 """
 
 from __future__ import annotations

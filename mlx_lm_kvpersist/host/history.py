@@ -26,7 +26,7 @@ from ..apis import joined, readable, text_of, without_null
 Message = dict[str, Any]
 
 PLACE = "kvpersist_place"
-"""The field with a message's index in the client's list, while the message is adapted."""
+"""While a message is adapted, this field has the message's index in the client's list."""
 NO_RESULT = "[no result: the call was interrupted]"
 _MARK = "aa1zz"
 _ASKED: Message = {"role": "user", "content": _MARK}

@@ -211,7 +211,7 @@ def export_parts(
 def import_session(disk: DiskStore, source: SessionFile) -> tuple[Session, Sequence[Record], bool]:
     """Write a checked session to a store, within its budget, completely or not at all.
 
-    If a session of the same name contains the imported session, that one stays. If a session of
+    A stored session of the same name stays if it contains the imported session. If a session of
     this name ends earlier in the imported chain, it is moved to the end. Return the session,
     its new records, and whether it was added or moved. Raises StoreError.
     """

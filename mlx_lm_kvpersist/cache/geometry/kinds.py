@@ -226,7 +226,7 @@ def end_on_grid(model: Any) -> None:
 def _pieces(n_own: int, n_tokens: int) -> Iterator[slice]:
     """Cut the next tokens at the ends of blocks; the first block already has `n_own` tokens.
 
-    A short piece is cut into single tokens, because MLX may compile kernels for a few rows.
+    A short piece becomes single tokens, because calls of a few rows may make MLX compile kernels.
     """
     for start, stop in pairwise([0, *range(pk.GRID - n_own, n_tokens, pk.GRID), n_tokens]):
         is_short = stop - start < min(n_tokens, least_rows())

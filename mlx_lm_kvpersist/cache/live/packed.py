@@ -161,7 +161,7 @@ def view(stored: Held, start: int, stop: int) -> Held:
 
 
 def share(stored: Held) -> Held:
-    """Return the same buffers as new arrays; a write to one does not change the other."""
+    """Return new arrays that share the buffers of `stored` until either is written."""
     return each(copy.copy, stored)
 
 

@@ -183,7 +183,7 @@ def _joined(states: Sequence[mx.array | None]) -> mx.array | None:
 
 
 def rows_of(caches: Sequence[Any], n_tokens: Sequence[int]) -> _Rows | StateRows | None:
-    """Return one cache for a layer's batches of one row; None if they cannot be joined.
+    """Join a layer's one-row batches into one cache; return None if they cannot be joined.
 
     n_tokens: the number of next tokens of each row.
     """
