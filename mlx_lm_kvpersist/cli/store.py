@@ -189,7 +189,7 @@ def gc(args: argparse.Namespace) -> Report:
 
 def prune(args: argparse.Namespace) -> Report:
     """Remove objects of a shared store. Raises ConfigError for a bad URL, otherwise StoreError."""
-    objects = TimedObjects(Objects(args.url))
+    objects = TimedObjects(Objects(args.url, makes_folder=False))
     try:
         stored = list(objects.list())
         old = surplus(stored, args.older, args.size)

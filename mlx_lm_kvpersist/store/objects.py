@@ -78,8 +78,8 @@ class Objects:
     if obstore is missing or the URL cannot be used.
     """
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self, url: str, *, makes_folder: bool = True) -> None:
+        self.url, self._makes_folder = url, makes_folder
         try:
             import obstore
         except ImportError as error:
@@ -95,7 +95,7 @@ class Objects:
                 self._opened()
 
     def open(self) -> None:
-        """Make the folder if it is missing. Raises ConfigError if it cannot be used."""
+        """Open the bucket or folder. Raises ConfigError if it cannot be used."""
         with self._usable():
             self._opened()
 
@@ -114,6 +114,8 @@ class Objects:
     def _opened(self) -> Any:
         """Return obstore's store. Opening a folder may hang; opening a bucket sends no request."""
         if self._store is None and self._folder is not None:
+            if not self._makes_folder:
+                self._folder.stat()  # raises FileNotFoundError
             self._store = self._obstore.store.LocalStore(self._folder, mkdir=True)
             self._volume = Volume(self._folder)
         elif self._store is None:

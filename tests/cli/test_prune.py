@@ -67,6 +67,15 @@ def test_prune_removes_the_oldest_objects(
     assert (bucket / "letter.txt").exists()
 
 
+def test_prune_refuses_a_missing_folder_and_does_not_make_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "share" / "not mounted"
+    assert main(["store", "prune", str(missing), "--size", "0"]) == 1
+    assert f"{missing} cannot be used: [Errno 2] No such file" in capsys.readouterr().err
+    assert not missing.parent.exists()
+
+
 def names_similar_to_objects(bucket: Path) -> None:
     digits = "aa" + 30 * "0"
     for relative_path in (
