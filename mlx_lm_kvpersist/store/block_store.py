@@ -335,6 +335,12 @@ class BlockStore:
                 show_bytes(n_bytes),
                 timeout_s,
             )
+        if self.turns_not_saved:
+            logger.warning(
+                "kvpersist: turns that could not be saved: %d; tokens that the disk lacks are "
+                "computed again when needed",
+                self.turns_not_saved,
+            )
         if self.shared is not None:
             self.shared.close(max(0.0, deadline_s - time.monotonic()))
         readers_ended = self.reader.close(max(0.0, deadline_s - time.monotonic()))

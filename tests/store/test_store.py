@@ -371,7 +371,9 @@ def test_changes_of_the_stored_blocks_are_counted(store: BlockStore, change: str
     assert store.n_changes != before
 
 
-def test_turn_that_cannot_be_saved_is_counted_and_unpinned(store: BlockStore) -> None:
+def test_turn_that_cannot_be_saved_is_counted_and_unpinned(
+    store: BlockStore, caplog: pytest.LogCaptureFixture
+) -> None:
     """Another process removed one of the turn's blocks, which is not in RAM."""
     nodes = chain([1], [2])
     save_turn(store, nodes[:1])
@@ -387,6 +389,8 @@ def test_turn_that_cannot_be_saved_is_counted_and_unpinned(store: BlockStore) ->
     store.drain()
     assert store.turns_not_saved == 1
     assert [entry.pins for entry in store.pool._entries.values()] == [0]
+    store.close()
+    assert "turns that could not be saved: 1;" in caplog.text
 
 
 def test_blocks_evicted_from_disk_stay_in_ram_while_a_turn_needs_them(tmp_path: Path) -> None:
