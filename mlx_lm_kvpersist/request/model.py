@@ -302,7 +302,7 @@ def part_of_model(provider: Any, rank: int, n_ranks: int) -> str:
 
 
 def places(store: BlockStore) -> str:
-    ram = show_bytes(store.limits.max_ram_bytes)
+    ram = show_bytes(store.pool.max_bytes)
     return f"conversations in {store.disk}, and up to {ram} of RAM"
 
 

@@ -184,7 +184,8 @@ def test_header_and_log_say_what_was_reused(start_server: StartServer, tiny_mode
 
 
 def test_start_logs_model_precision_and_folder(start_server: StartServer, tiny_model: Path) -> None:
-    server = start_server.with_plugin(tiny_model, "--kvpersist-min-free", "900T")
+    larger_than_the_machine = "--kvpersist-ram", "900T", "--kvpersist-min-free", "900T"
+    server = start_server.with_plugin(tiny_model, *larger_than_the_machine)
     server.chat([SYSTEM, {"role": "user", "content": "One?"}])
     (line,) = (line for line in server.log.splitlines() if "a token, keys" in line)
     assert str(tiny_model) in line
@@ -196,6 +197,7 @@ def test_start_logs_model_precision_and_folder(start_server: StartServer, tiny_m
     assert "attention: prefill " in line
     (line,) = (line for line in server.log.splitlines() if "conversations in" in line)
     assert f"{start_server.store} (" in line and "and up to " in line and " of RAM" in line
+    assert "TiB of RAM" not in line  # the pool gets no more than the account of memory
     assert "less than the 900.0 TiB of --kvpersist-min-free, so nothing new is stored" in line
 
 
