@@ -194,7 +194,10 @@ def rm(args: argparse.Namespace) -> Report:
         index = disk.index
         chosen = index.sessions() if args.all else [choose(index, name) for name in args.sessions]
         chosen = list(dict.fromkeys(chosen))
-        names = [named(session, index.state.note(session.id)) for session in chosen]
+        names = [
+            named(session, index.state.note(session.id)) + " (pinned)" * session.pinned
+            for session in chosen
+        ]
         owners = [(session.name, index.namespace(session)) for session in chosen]
         before = disk.index.totals()
         for session in chosen:

@@ -217,8 +217,10 @@ def test_rm_keeps_blocks_of_other_sessions(run: CommandLine) -> None:
     assert run.ids().keys() == {"first", None}
     assert block_path(run.folder, head.key).exists()
     assert not any(block_path(run.folder, node.key).exists() for node in own)
+    run("sessions", "pin", "first")
     assert run("sessions", "rm", "first", run.ids()[None]) == 0
-    assert "removed" in run.out and block_files(run.folder) == {}
+    assert "  first (pinned)\n" in run.out and "  - (pinned)" not in run.out
+    assert block_files(run.folder) == {}
     assert run.json("store", "verify")["ok"]
 
 
