@@ -77,6 +77,9 @@ class CommandParser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status; a KVPersistError is one line on stderr."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # was closed before the start
+            setattr(sys, name, open(os.devnull, "w"))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # an ASCII terminal shows "?" for other characters

@@ -79,7 +79,11 @@ def shown(text: str, max_chars: int = 40, *, is_end: bool = False) -> str:
 
 
 def fitted(text: str, width: int) -> str:
-    """Return a text in at most `width` columns, with an ellipsis in the middle if it is longer."""
+    """Return a text in at most `width` columns, but not less than 8.
+
+    If the text is longer, it has an ellipsis in the middle.
+    """
+    width = max(width, _LEAST_WIDTH)
     if cell_len(text) <= width:
         return text
     n_end = (width - 1) // 2
@@ -176,7 +180,7 @@ def table(
         place = columns.index(shortened)
         widths = [max(map(cell_len, cells)) for cells in zip(columns, *rows, strict=True)]
         rest = sum(widths) - widths[place] + _GAP * (len(columns) - 1)
-        left = max(_LEAST_WIDTH, terminal_width() - rest)
+        left = terminal_width() - rest
         rows = [[*row[:place], fitted(row[place], left), *row[place + 1 :]] for row in rows]
     grid = Table(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
     for column in columns:

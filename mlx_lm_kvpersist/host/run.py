@@ -248,7 +248,7 @@ def end_process(status: int) -> NoReturn:
     (mlx 0.31.2 to 0.32.4).
     """
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: was closed at the start
         with suppress(OSError):  # the terminal may be closed
             stream.flush()
     os._exit(status)

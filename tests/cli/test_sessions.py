@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sqlite3
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
+from mlx_lm_kvpersist.cli.output import fitted
 from mlx_lm_kvpersist.cli.output import shown as shown_in_line
 from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.records import Commit
@@ -186,6 +188,7 @@ def test_shortened_text_keeps_its_beginning_or_its_end() -> None:
     assert shown_in_line("first\nlast", 6) == "first…"
     assert shown_in_line("first\nlast", 6, is_end=True) == "…nlast"
     assert shown_in_line("a\nb", 6, is_end=True) == "a\\nb"
+    assert cell_len(fitted("a long model's name", -3)) == 8
 
 
 def test_show_prints_the_chain_and_text_of_a_session(run: CommandLine) -> None:
@@ -405,6 +408,15 @@ store.close()
     assert other.returncode == 0
     assert run.ids().keys() == {"last", None, "other"}
     assert run.json("store", "verify")["ok"]
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-"])
+def test_a_command_works_with_a_closed_stream(run: CommandLine, closed: str) -> None:
+    command = [sys.executable, "-m", "mlx_lm_kvpersist", "store", "verify", "--kvpersist-dir"]
+    words = shlex.join([*command, str(run.folder)])
+    done = subprocess.run(["sh", "-c", f"{words} {closed}"], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert bool(done.stdout) == (closed == "2>&-")
 
 
 def test_the_module_runs_as_a_program(run: CommandLine) -> None:

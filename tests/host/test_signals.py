@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import shlex
 import signal
 import subprocess
 import sys
@@ -59,6 +60,12 @@ def test_second_signal_ends_the_process_immediately() -> None:
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)
+
+
+def test_the_end_needs_no_open_stream() -> None:
+    program = f"from {run.__name__} import end_process; end_process(3)"
+    command = shlex.join([sys.executable, "-c", program])
+    assert subprocess.run(["sh", "-c", f"{command} >&- 2>&-"], check=False).returncode == 3
 
 
 def test_timer_ends_a_process_that_hangs() -> None:
