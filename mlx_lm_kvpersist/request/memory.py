@@ -260,9 +260,15 @@ def total_bytes(option: int | None, n_weights: int) -> int:
 
     The default is at least LEAST_BYTES: stock also serves a model that is too large.
     """
-    if option is not None:
-        return option
     offered = offered_bytes()
+    if option is not None:
+        if n_weights + option > offered:
+            logger.warning(
+                "kvpersist: --kvpersist-memory %s and weights of %s are more than the %s that the "
+                "device offers; give less",
+                *map(show_bytes, (option, n_weights, offered)),
+            )
+        return option
     left = offered - n_weights - min(offered // 8, MOST_RESERVE_BYTES)
     if left < LEAST_BYTES:
         logger.warning(

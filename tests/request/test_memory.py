@@ -301,10 +301,13 @@ def test_a_batch_takes_no_more_memory_than_counted(
 
 
 def test_the_default_budget_depends_on_device_memory_and_weights(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     info = {"max_recommended_working_set_size": 16 << 30}
     monkeypatch.setattr(mx, "device_info", lambda: info)
     assert total_bytes(None, 6 << 30) == 8 << 30
     assert total_bytes(None, 40 << 30) == accounts.LEAST_BYTES
-    assert total_bytes(123, 40 << 30) == 123
+    assert total_bytes(123, 6 << 30) == 123
+    caplog.clear()
+    assert total_bytes(11 << 30, 6 << 30) == 11 << 30
+    assert "11.0 GiB and weights of 6.0 GiB are more than the 16.0 GiB" in caplog.text
