@@ -26,6 +26,22 @@ def test_demo_restores_from_disk(capsys: pytest.CaptureFixture[str]) -> None:
     assert "came from disk" in captured.out and captured.out.count("\n") == 1
 
 
+def test_an_ended_demo_leaves_no_server_and_no_files(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mlx_lm_kvpersist", "demo"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert process.stderr is not None
+    assert any(line.startswith("2 of 5") for line in process.stderr)  # the server runs
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert not list(tmp_path.glob("kvpersist-demo-*"))
+
+
 def test_demo_reports_a_missing_model_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--model", "/no/such/model", "--chars", "100"]) == 1
     assert "the model folder /no/such/model does not exist" in capsys.readouterr().err
