@@ -25,7 +25,7 @@ from ..errors import ConfigError, RequestRefused
 from .admin import JSON_HEADERS, Answer, answering, check_operator, check_site, operator_route
 from .messages import MessagesAPI
 from .responses import ResponsesAPI
-from .session_keys import names_namespace, namespace
+from .session_keys import names_namespace, namespace, short_name
 
 AGENTS_PATH = "/v1/agents"
 AGENT_PATH = f"{AGENTS_PATH}/{{id}}"
@@ -305,7 +305,7 @@ def warm(service: Service, handler: Any, name: str, content: Any) -> Any:
     the prompt is not stored.
     """
     chat_body = chat_body_of(content, handler.headers)
-    name = _NOT_SENT.sub("-", name)
+    name = short_name(_NOT_SENT.sub("-", name))
     name_session(handler.headers, name)
     since_s = time.time()
     handler.prefill(chat_body)

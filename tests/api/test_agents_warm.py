@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mlx_lm_kvpersist.api.agents import Service, chat_body_of, read_prompt, warm
+from mlx_lm_kvpersist.api.session_keys import session_key
 from mlx_lm_kvpersist.errors import ConfigError, RequestRefused
 
 ASK = {"role": "user", "content": "Who is first?"}
@@ -69,6 +70,13 @@ def test_warm_refuses_with_503_if_the_model_is_not_supported() -> None:
     with pytest.raises(RequestRefused, match="not supported: its caches are strange") as refused:
         warmed("its caches are strange")
     assert refused.value.status == 503
+
+
+def test_warm_pins_a_session_with_a_long_name() -> None:
+    handler: Any = SimpleNamespace(headers=Message(), prefill=lambda *_: None)
+    pin = SimpleNamespace(pin_newest=lambda tenant, name, since_s: name)
+    pinned = warm(Service(lambda: pin, None, False), handler, "n" * 300, [ASK])
+    assert pinned == session_key(handler.headers, {})
 
 
 def test_warm_waits_for_storing_across_a_system_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
