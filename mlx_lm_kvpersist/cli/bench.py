@@ -197,13 +197,15 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--minutes {args.minutes:g} is too short; give 1 or more")
     if args.json and not args.json.absolute().parent.is_dir():
         raise ConfigError(f"there is no folder for {args.json}; make it first")
+    if args.json and args.json.is_dir():
+        raise ConfigError(f"--json {args.json} is a folder; name a file in it")
     path = fetched(args.model)
     conditions_of_run = measured_conditions(args.model, path)
     with tempfile.TemporaryDirectory(prefix="kvpersist-bench-") as folder:
         content = {**conditions_of_run, **measured(str(path), Path(folder), args.minutes)}
+    print(as_markdown(content))  # first: the file may not be writable
     if args.json:
         args.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    print(as_markdown(content))
     return 0
 
 

@@ -82,6 +82,7 @@ def test_wrong_options_are_refused_before_measuring_starts(
         (["--model", ".", "--minutes", "0.5"], "--minutes 0.5 is too short; give 1 or more"),
         (["--model", ".", "--minutes", "nan"], "--minutes nan is too short; give 1 or more"),
         (["--model", ".", "--json", f"{tmp_path}/no/b.json"], "there is no folder for"),
+        (["--model", ".", "--json", str(tmp_path)], "is a folder; name a file in it"),
         (["--model", "not a name"], "the model folder not a name does not exist"),
     ):
         assert main(["bench", *argv]) == 1
