@@ -56,7 +56,11 @@ class CommandParser(argparse.ArgumentParser):
         """End the process with a suggestion unless `words` begin with a command."""
         parser = self
         for depth, word in enumerate(words):
-            if not parser.commands or word.startswith("-"):
+            if not parser.commands:
+                return
+            if word.startswith("-"):
+                if not any(own.startswith(word) for own in parser._option_string_actions):
+                    self.exit(2, f"{parser.prog}: write {word} after the command\n")
                 return
             if word not in parser.commands:
                 near = self._nearest(words, depth)

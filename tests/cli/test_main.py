@@ -143,6 +143,23 @@ def test_a_command_similar_to_no_other_refers_to_the_help(
 
 
 @pytest.mark.parametrize(
+    ("typed", "option"),
+    [
+        ("--json doctor", "--json"),
+        ("--kvpersist-dir x sessions list", "--kvpersist-dir"),
+        ("sessions --kvpersist-dir x list", "--kvpersist-dir"),
+    ],
+)
+def test_an_option_before_its_command_is_refused_with_advice(
+    typed: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(typed.split())
+    assert end.value.code == 2
+    assert capsys.readouterr().err.endswith(f": write {option} after the command\n")
+
+
+@pytest.mark.parametrize(
     ("typed", "status"), [("connect", 2), ("warm", 2), ("sessions", 0), ("store", 0), ("", 0)]
 )
 def test_a_command_without_arguments_prints_a_valid_example(
