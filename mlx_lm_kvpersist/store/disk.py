@@ -379,15 +379,19 @@ class DiskStore:
 
     # Sessions.
 
-    def session_of(self, commit: Commit) -> Session | None:
-        if commit.leaf is None or not commit.leaf.is_session:
-            return None
+    def session_of(self, commit: Commit) -> tuple[Commit, Session | None]:
+        """Return the commit and its session. The commit may then replace the session's tail."""
         now, leaf = self.index.now(), commit.leaf
+        if leaf is None or not leaf.is_session:
+            return commit, None
         session = self.index.session_of(commit)
+        if session is None and (passed := self.index.passed_tail(commit)):
+            commit = replace(commit, leaf=replace(leaf, replaced=(*leaf.replaced, passed)))
+            session = self.index.session_of(commit)
         if session is None:
             drawn = secrets.token_hex(8)
             session = Session(drawn, commit.root.key, leaf.name, leaf.key, 0, False, now, now)
-        return replace(session, leaf=leaf.key, n_tokens=leaf.n_tokens, used=now)
+        return commit, replace(session, leaf=leaf.key, n_tokens=leaf.n_tokens, used=now)
 
     def remove_session(self, session: Session) -> list[Block]:
         """Remove a session, and the records and replies that only it and its draft model need.

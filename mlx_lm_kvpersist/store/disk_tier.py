@@ -248,7 +248,7 @@ class Saving:
             self._disk.files.move(self._staging.path(key), path)
             job.sizes[path] = self._staging.sizes.pop(key)
             new.append((file.block, job.sizes[path]))
-        job.session = self._disk.session_of(job.commit)
+        job.commit, job.session = self._disk.session_of(job.commit)
         if (leaf := job.commit.leaf) and leaf.replaced:
             at_ends = self._index.sessions_at(*(old for old, _ in leaf.replaced))
             own = job.session.id if job.session else None

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..block import Block, Checkpoint, Record, Root
 from ..errors import IndexDamaged, StoreFormatError
-from ..match import FEW, MAX_ALIKE, nearest
+from ..match import FEW, MAX_ALIKE, beginnings, nearest
 from .database import Database, Rows, faults, is_empty, prepare
 from .folder import OwnFiles
 from .records import SESSION_COLUMNS, Commit, Session, Totals, read_root, read_sessions
@@ -318,6 +318,23 @@ class Index(Rows):
             values = commit.parent, root, leaf.name, root, leaf.name
             sessions = read_sessions(self.ask(f"{walk}{query} (SELECT key FROM up)", *values))
         return max(sessions, key=lambda session: session.n_tokens, default=None)
+
+    def passed_tail(self, commit: Commit) -> tuple[bytes, bytes] | None:
+        """Return the keys of the tail of a session of the commit's name, and of a longer block.
+
+        The longer block is in the commit's chain and begins with the tail's tokens. An interrupted
+        turn has saved it, without moving the session. O(blocks of the chain).
+        """
+        root, leaf = commit.root.key, commit.leaf
+        assert leaf is not None
+        if not self._sessions("root = ? AND name IS ? LIMIT 1", root, leaf.name):
+            return None
+        for block in reversed([*(b for b, _ in self.chain(commit.parent)), *commit.blocks]):
+            tails = [t.key for t in beginnings(block, self) if not self.children(t.key, limit=1)]
+            for session in self.sessions_at(*tails) if tails else ():
+                if (session.root, session.name) == (root, leaf.name):
+                    return session.leaf, block.key
+        return None
 
     def _sessions(self, where: str, *values: Any) -> list[Session]:
         return read_sessions(self.ask(f"{_SESSIONS} {where}", *values))

@@ -24,6 +24,7 @@ from mlx_lm_kvpersist.store.index import Index
 from mlx_lm_kvpersist.store.records import Leaf, NewFile, Saved, Session
 from mlx_lm_kvpersist.store.small_state import SmallState
 from tests.support import writer_held
+from tests.support.store_files import block_path
 
 from .conftest import ROOT, arrays_of, arrays_of_checkpoint, chain, save_turn, state
 
@@ -539,6 +540,22 @@ def test_turn_continues_its_session_after_separately_committed_chunks(
     submit(store, chain([5], parent=nodes[1].key), "third")  # a branch is another session
     store.drain()
     assert store.index.n_sessions() == 3
+
+
+@pytest.mark.parametrize("name", ["s", None])
+def test_repeated_turn_continues_the_session_that_its_interrupted_prompt_passed(
+    store: BlockStore, name: str | None
+) -> None:
+    """The interrupted prompt has completed the block in which the session ends."""
+    nodes, (tail,) = chain([1], [2, 3], [4]), chain([1], [2])[1:]
+    save_turn(store, [nodes[0], tail], name)
+    (session,) = store.index.sessions()
+    submit(store, nodes[1:2], ended=False)
+    submit(store, nodes[2:], name)
+    store.drain()
+    assert [(s.id, s.leaf) for s in store.index.sessions()] == [(session.id, nodes[2].key)]
+    assert store.index.keys() == {node.key for node in nodes}
+    assert not block_path(store.folder, tail.key).exists()
 
 
 def test_inner_transaction_is_rolled_back_with_the_outer_transaction(tmp_path: Path) -> None:
