@@ -270,6 +270,20 @@ def test_missing_block_is_recomputed(
     check_on_disk(talk, cold, ids)
 
 
+def test_all_missing_blocks_are_saved_with_the_next_turn(talk: Talk, cold: Cold) -> None:
+    """The index still has the blocks after the first missing block."""
+    ids = conversation_ids(talk.loaded, 2100, seed=1)
+    talk.remember(ids, "s")
+    paths = talk.blocks(ids)[1:]
+    talk.forget_hot_blocks()
+    for path in paths:
+        path.unlink()
+    ids = talk.go_on(talk.ask([*ids, 5]), 3, "s")
+    talk.store.drain()
+    assert talk.store.turns_not_saved == 0
+    check_on_disk(talk, cold, ids)
+
+
 @pytest.mark.parametrize("replace_file", [make_a_folder, make_a_dead_link])
 def test_foreign_file_in_a_blocks_place_is_kept(
     talk: Talk,
