@@ -190,7 +190,8 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
 
     def read_body(self) -> dict[str, Any]:
         """Return the request's JSON object, {} if it has no body; raises RequestRefused."""
-        if self.headers.get("Content-Length", "0") == "0":
+        is_chunked = "Transfer-Encoding" in self.headers  # a body without a length
+        if not is_chunked and self.headers.get("Content-Length", "0") == "0":
             return {}
         return self.read_json()
 

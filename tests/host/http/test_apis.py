@@ -73,6 +73,16 @@ def test_malformed_requests_get_errors_in_the_apis_format(
     assert expected_message in json.loads(body)["oh"]
 
 
+def test_chunked_body_is_refused_where_a_body_is_optional(words: WordsServer) -> None:
+    sent = b"POST /read HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+    status, _, body = words.ask(sent, end=True)
+    assert (status, json.loads(body)["error"]["message"]) == (
+        411,
+        "the header Content-Length is missing, expected the body's size",
+    )
+    assert words.ask(b"POST /read HTTP/1.1\r\n\r\n", end=True)[::2] == (200, "{}")
+
+
 def test_body_that_times_out_is_answered_with_408(
     words: WordsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
