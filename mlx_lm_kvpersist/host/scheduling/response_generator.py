@@ -30,7 +30,6 @@ from ..http.request_checks import check_ids, check_prompt_ids
 from ..manager import TakenTokens, take_request
 from .batch_generator import LOOKS_FIRST
 from .images import fed_images, named, with_images
-from .model_provider import loaded_name
 from .waiting import ARRIVING, ASK_EVERY, QUIET_GAP_S, AdmissionQueue, Rendered, ReplyQueue, Waiting
 
 if TYPE_CHECKING:
@@ -376,11 +375,10 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
                 the model's processor knows.
         """
         provider, name = self.model_provider, args.model.model
-        loaded = loaded_name(provider)
-        if not provider.is_ready or provider.is_loading or loaded is None:
-            raise RequestRefused("no model is loaded yet, try again in a moment", 503)
+        if not provider.is_ready or provider.is_loading:
+            raise RequestRefused("the model is not loaded yet, try again in a moment", 503)
         if not provider.is_loaded(name):
-            raise RequestRefused(f"{name} is not loaded, expected {loaded}, the loaded model")
+            raise RequestRefused(f"{name} is not loaded; a request for a reply loads it")
         if not has_text_only(request.messages):
             raise RequestRefused("the tokens of images cannot be counted, expected text only")
         rendered = self._render(provider.tokenizer, request, args)

@@ -303,3 +303,23 @@ def test_http_threads_do_not_build_the_models_graph(patched_server: ModuleType) 
         with pytest.raises(RequestRefused, match="top_k is 10, expected 0"):
             generator._tokenize(TOKENIZER, request, args)
     assert n_logits_reads == ["n_logits"]
+
+
+def test_token_count_of_an_unloaded_model_is_refused_with_a_remedy(
+    patched_server: ModuleType,
+) -> None:
+    """Without `--model`, no model is loaded until a client asks for a reply."""
+    generator = object.__new__(patched_server.ResponseGenerator)
+    generator.model_provider = SimpleNamespace(
+        cli_args=ARGS,
+        is_ready=True,
+        is_loading=False,
+        model_key=None,
+        is_loaded=lambda name: False,
+    )
+    args = SimpleNamespace(model=SimpleNamespace(model="probe"))
+    request = patched_server.CompletionRequest("text", "abc", [], None, None)
+    message = "probe is not loaded; a request for a reply loads it"
+    with pytest.raises(RequestRefused, match=message) as refused:
+        generator.count_tokens(request, args)
+    assert refused.value.status == 400
