@@ -197,7 +197,20 @@ DIFFERENT: dict[str, dict[str, list[Step]]] = {
         "stop in a token": [request(chat(stop=[*"bcdfghjklmnprstw"], max_tokens=200))]
     },
     "`GET /`": {"root": [ask("GET /")]},
-    "`stop` of a wrong form": {"stop": [request(chat(stop=5))]},
+    "`tools` or `chat_template_kwargs` of a wrong form, or an empty list of messages": {
+        "tools": [request(chat(tools="look"))],
+        "arguments of the template": [request(chat(chat_template_kwargs=[1]))],
+        "no message": [request(chat(messages=[]))],
+    },
+    "a number that stock accepts but cannot use, such as a `seed` below 0": {
+        "seed": [request(chat(seed=-1))]
+    },
+    "`stream_options` without `include_usage`": {
+        "stream options": [request(chat(stream=True, stream_options={}))]
+    },
+    "a message with the role `developer`": {
+        "developer": [request(chat(messages=[{"role": "developer", "content": "Hello?"}]))]
+    },
     "an image for a model that reads text only": {"image": [request(chat(messages=PICTURE))]},
     "`HEAD /`, `HEAD /api/hello`": {
         "HEAD /": [ask("HEAD /")],
@@ -205,6 +218,8 @@ DIFFERENT: dict[str, dict[str, list[Step]]] = {
     },
     "`GET /v1/models/…`": {"another model's": [ask("GET /v1/models/gpt-5")]},
     "`GET /v1/models`": {"models": [ask("GET /v1/models")]},
+    # The last row, because stock's generation thread ends.
+    "`stop` of a wrong form": {"stop": [request(chat(stop=5))]},
 }
 """The rows of the table, by their first column."""
 
