@@ -317,11 +317,11 @@ class MessagesReply(ReplyParts):
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """The API wants an object, but a model may write other JSON."""
-    arguments = json.loads(text)
+    """The API wants an object, but a model may write other JSON, and NaN, which is not JSON."""
+    arguments = json.loads(text, parse_constant=str)
     if isinstance(arguments, str):
         with suppress(ValueError):
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments, parse_constant=str)
     if isinstance(arguments, dict):
         return arguments
     return {} if arguments is None else {"arguments": arguments}

@@ -310,7 +310,14 @@ def test_input_token_counts_add_up_to_the_prompt(marks_cache: bool) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "shown"),
-    [({"a": 1}, {"a": 1}), (None, {}), ('{"a": 1}', {"a": 1}), ([1], {"arguments": [1]})],
+    [
+        ({"a": 1}, {"a": 1}),
+        (None, {}),
+        ('{"a": 1}', {"a": 1}),
+        ([1], {"arguments": [1]}),
+        ({"a": float("nan"), "b": [float("-inf")]}, {"a": "NaN", "b": ["-Infinity"]}),
+        ('{"a": NaN}', {"a": "NaN"}),
+    ],
 )
 def test_tool_arguments_always_become_an_object(arguments: Any, shown: dict[str, Any]) -> None:
     reply = MessagesReply("m", marks_cache=False)
