@@ -135,7 +135,8 @@ class ReplyParts(ABC):
             events += self.close()
             self._held = ("text", "")
             function = call["function"]
-            events += self.add_call(call["id"], function["name"], function["arguments"])
+            call_id = str(call["id"])  # the model may write a number
+            events += self.add_call(call_id, function["name"], function["arguments"])
         return events
 
     def close(self) -> Iterator[Event]:

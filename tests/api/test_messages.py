@@ -326,6 +326,15 @@ def test_tool_arguments_always_become_an_object(arguments: Any, shown: dict[str,
     assert reply.whole()["content"][0]["input"] == shown
 
 
+def test_call_whose_id_is_a_number_can_be_sent_back() -> None:
+    """Some models write an id, and mlx-lm's parser keeps it."""
+    reply = MessagesReply("m", marks_cache=False)
+    reply.add("", "", [{**call("f", {}), "id": 5}])
+    reply.end("tool_calls", None, USAGE)
+    sent_back = {"role": "assistant", "content": reply.whole()["content"]}
+    assert chat(messages=[sent_back])["messages"][0]["tool_calls"][0]["id"] == "5"
+
+
 @pytest.mark.parametrize(
     ("status", "kind"),
     [
