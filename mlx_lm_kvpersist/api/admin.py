@@ -219,7 +219,7 @@ def sessions_view(describe: Callable[..., Any]) -> Callable[[Any], Any]:
     """Return a function that lists the sessions, the largest first if `sort` is "size"."""
 
     def answer(handler: Any) -> Any:
-        query = dict(parse_qsl(handler.path.partition("?")[2]))
+        query = dict(parse_qsl(handler.path.partition("?")[2], keep_blank_values=True))
         skip = query.get("skip", "0")
         require(bool(re.fullmatch("[0-9]{1,9}", skip)), "skip", skip, "a number of sessions")
         sort = query.get("sort", "used")
@@ -269,7 +269,8 @@ def session_changes(
         return sessions().rename(require_text("id", body.get("id")), title)
 
     def export(body: dict[str, Any]) -> Any:
-        return Parts(*sessions().export(require_text("id", body.get("id"))))
+        file = Parts(*sessions().export(require_text("id", body.get("id"))))
+        return Answer(file, headers={"Content-Type": "application/octet-stream"})
 
     changes = select, pin, evict, delete, rename, export
     return {f"{SESSIONS_PATH}/{change.__name__}": change for change in changes}

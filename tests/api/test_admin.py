@@ -7,7 +7,15 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from mlx_lm_kvpersist.api.admin import check_operator, check_site, is_loopback, root_view
+from mlx_lm_kvpersist.api.admin import (
+    SESSIONS_PATH,
+    check_operator,
+    check_site,
+    is_loopback,
+    root_view,
+    session_changes,
+    sessions_view,
+)
 from mlx_lm_kvpersist.errors import RequestRefused
 from mlx_lm_kvpersist.host.hooks import Route, hookimpl
 from mlx_lm_kvpersist.host.patching.probes import answer
@@ -127,3 +135,18 @@ def test_root_redirects_to_the_page_or_names_the_api(
     assert head.split()[1] == ("303" if redirects else "200")
     assert ("\r\nLocation: /kvpersist\r\n" in f"{head}\r\n") is redirects
     assert body.count("\n") == (not redirects) and ("/v1" in body) is not redirects
+
+
+@pytest.mark.parametrize("query", ["skip=", "sort=", "skip=-1", "sort=name"])
+def test_list_of_sessions_refuses_wrong_parameters(query: str) -> None:
+    list_sessions = sessions_view(lambda **which: which)
+    with pytest.raises(RequestRefused, match=query.partition("=")[0]):
+        list_sessions(SimpleNamespace(path=f"{SESSIONS_PATH}?{query}"))
+    assert list_sessions(SimpleNamespace(path=f"{SESSIONS_PATH}?find="))["find"] == ""
+
+
+def test_exported_session_has_the_documented_media_type() -> None:
+    sessions = SimpleNamespace(export=lambda session_id: (1, [b"x"]))
+    changes = session_changes(lambda: sessions, lambda name, namespace: None, with_text=False)
+    answered = changes[f"{SESSIONS_PATH}/export"]({"id": "a"})
+    assert answered.headers == {"Content-Type": "application/octet-stream"}
