@@ -17,7 +17,8 @@ from tests.support.server_process import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-N_CONVERSATIONS = 8
+N_CONVERSATIONS = 16
+"""Enough for several at each server: the router sends a new conversation to a random server."""
 N_TURNS = 4
 LEAST_SHARE = 0.9
 """The least reuse of the living server, as a share of the reuse without a router."""
