@@ -17,7 +17,7 @@ from typing import Any
 
 from ..block import Block, Checkpoint, Record, Root
 from ..errors import IndexDamaged, StoreFormatError
-from ..match import FEW, MAX_ALIKE, beginnings, nearest
+from ..match import FEW, MAX_ALIKE, nearest
 from .database import Database, Rows, faults, is_empty, prepare
 from .folder import OwnFiles
 from .records import SESSION_COLUMNS, Commit, Session, Totals, read_root, read_sessions
@@ -26,6 +26,8 @@ from .small_state import SmallState
 _BLOCK_COLUMNS = "key, parent, start, ids, text, pending"
 _SESSIONS = f"SELECT {SESSION_COLUMNS} FROM sessions WHERE"
 _BLOCK_TYPES = (bytes, bytes, int, bytes, str, bytes)
+_NEWEST_SESSIONS = 16
+"""At most this number of sessions of a name is compared with a new conversation."""
 _END = float(1 << 33)
 """The year 2242. A later time of use is damage."""
 
@@ -323,17 +325,27 @@ class Index(Rows):
         """Return the keys of the tail of a session of the commit's name, and of a longer block.
 
         The longer block is in the commit's chain and begins with the tail's tokens. An interrupted
-        turn has saved it, without moving the session. O(blocks of the chain).
+        turn has saved it, without moving the session. Only the newest sessions are searched.
         """
         root, leaf = commit.root.key, commit.leaf
         assert leaf is not None
-        if not self._sessions("root = ? AND name IS ? LIMIT 1", root, leaf.name):
-            return None
-        for block in reversed([*(b for b, _ in self.chain(commit.parent)), *commit.blocks]):
-            tails = [t.key for t in beginnings(block, self) if not self.children(t.key, limit=1)]
-            for session in self.sessions_at(*tails) if tails else ():
-                if (session.root, session.name) == (root, leaf.name):
-                    return session.leaf, block.key
+        newest = "SELECT leaf FROM sessions WHERE root = ? AND name IS ? ORDER BY used DESC LIMIT ?"
+        of_name = root, leaf.name, _NEWEST_SESSIONS
+        is_end = "NOT EXISTS (SELECT 1 FROM blocks AS after WHERE after.parent = blocks.key)"
+        tails = self._nodes(f"key IN ({newest}) AND {is_end} ORDER BY start DESC", *of_name)
+        # `+` keeps SQLite from searching among all children of these parents.
+        where = (
+            "key IN (WITH RECURSIVE up(key) AS (VALUES (?) UNION SELECT parent FROM up JOIN blocks "
+            "USING (key)) SELECT key FROM up) "
+            f"AND +parent IN (SELECT parent FROM blocks WHERE key IN ({newest}))"
+        )
+        before = self._nodes(where, commit.parent, *of_name) if tails else ()
+        chain = {block.parent: block for block in (*before, *commit.blocks)}
+        for tail in tails:
+            longer = chain.get(tail.parent)
+            if longer and tail.n_tokens < longer.n_tokens and tail.is_genuine:
+                if longer.packed_ids.startswith(tail.packed_ids):
+                    return tail.key, longer.key
         return None
 
     def _sessions(self, where: str, *values: Any) -> list[Session]:

@@ -182,6 +182,11 @@ def find_the_session_of_a_leaf(case: LargeIndex) -> None:
     assert session is not None and session.id == "0"
 
 
+def find_no_session_for_a_new_conversation(case: LargeIndex) -> None:
+    commit = Commit(ROOT, (case.new,), Leaf("s", case.new.key, case.new.stop))
+    assert case.index.session_of(commit) is None and case.index.passed_tail(commit) is None
+
+
 def count_everything(case: LargeIndex) -> None:
     case.index.totals()
     assert [root for root, _ in case.index.roots(64)] == [ROOT, OTHER]
@@ -215,6 +220,7 @@ def add_a_block_and_remove_it(case: LargeIndex) -> None:
         pytest.param(look_up_the_end, id="at-end"),
         pytest.param(ask_whether_a_tail_is_replaced, id="tails"),
         pytest.param(find_the_session_of_a_leaf, id="session-at"),
+        pytest.param(find_no_session_for_a_new_conversation, id="no-session"),
         pytest.param(count_everything, id="totals"),
         pytest.param(find_the_first_to_evict, id="evict"),
         pytest.param(find_the_first_of_a_model_to_evict, id="evict-model"),
@@ -226,6 +232,26 @@ def test_cost_of_an_operation_does_not_grow_with_the_index(
 ) -> None:
     few, more = (steps(case.index, partial(act, case)) for case in large_indexes.values())
     assert more <= 1.5 * few + 10, (few, more)
+
+
+def test_number_of_queries_for_a_new_session_does_not_grow_with_the_conversation(
+    tmp_path: Path,
+) -> None:
+    """The writer finds the session under the store's lock."""
+    counts = []
+    for n in (4, 40):
+        disk = DiskStore(tmp_path / str(n), StoreLimits(0, 1 << 40))
+        *nodes, new = chain(*([number] for number in range(n)))
+        (other,) = chain([1000])
+        disk.index.add_blocks(ROOT, [(node, 7) for node in (*nodes, other)])
+        disk.index.put_session(Session("id", ROOT.key, None, other.key, 1, False, 1.0, 1.0))
+        queries: list[str] = []
+        disk.index.database.connection.set_trace_callback(queries.append)
+        _, session = disk.session_of(Commit(ROOT, (new,), Leaf(None, new.key, new.stop)))
+        assert session is not None and session.id != "id"
+        counts.append(len(queries))
+        disk.close()
+    assert counts[0] == counts[1], counts
 
 
 @settings(max_examples=40)
