@@ -257,7 +257,7 @@ class Saver:
     def _cut_new(
         self, blocks: Sequence[Block], caches: list[Any], store: BlockStore
     ) -> list[tuple[Block, Arrays]]:
-        new = [block for block in blocks if block.key not in store.pool]
+        new = [block for block in blocks if not store.has(block)]
         arrays = split(self.spec.full, caches, [(block.start, block.stop) for block in new])
         return list(zip(new, arrays, strict=True))
 

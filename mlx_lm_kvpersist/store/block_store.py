@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import sqlite3
 import time
 from collections import Counter
@@ -151,6 +152,12 @@ class BlockStore:
 
     def __contains__(self, key: bytes) -> bool:
         return any(key in tier for tier in self.tiers)
+
+    def has(self, record: Record) -> bool:
+        """Say whether a tier has a record. If only the disk has it, its file must exist, too."""
+        path = self.disk.files.path_of(record.key, record.folder)
+        tiers = (tier for tier in self.tiers if record.key in tier)
+        return any(tier is not self.disk_tier or os.path.exists(path) for tier in tiers)
 
     def tier_of(self, key: bytes) -> str:
         *upper, last = self.tiers

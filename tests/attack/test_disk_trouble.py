@@ -16,7 +16,7 @@ from mlx_lm_kvpersist.errors import StoreError
 from mlx_lm_kvpersist.request.model import LoadedModel
 from mlx_lm_kvpersist.store.block_store import BlockStore
 from tests.server.stored import n_tokens, wait_for_commit
-from tests.support import Message, StartServer, synthetic_text, wait_until
+from tests.support import Message, StartServer, synthetic_text, wait_until, writer_held
 
 from .disks import Disk, Limited, small_disk
 from .driving import LIMITS, Cold, Talk, conversation_ids, replace_payload, talk_with
@@ -282,6 +282,16 @@ def test_all_missing_blocks_are_saved_with_the_next_turn(talk: Talk, cold: Cold)
     talk.store.drain()
     assert talk.store.turns_not_saved == 0
     check_on_disk(talk, cold, ids)
+
+
+def test_blocks_on_disk_that_are_computed_again_do_not_wait_for_the_writer(talk: Talk) -> None:
+    """Otherwise they could push another conversation's turn out of the writer's queue."""
+    ids = conversation_ids(talk.loaded, 2048, seed=1)
+    talk.remember(ids, "s")
+    talk.forget_hot_blocks()
+    with writer_held(talk.store):
+        talk.remember(ids, "s")
+        assert talk.store.writer.n_bytes == talk.store.pool.held_bytes == 0
 
 
 @pytest.mark.parametrize("replace_file", [make_a_folder, make_a_dead_link])
