@@ -321,7 +321,8 @@ class CheckpointSaver(Saver):
         new = self._following(before, tokens, sequence)
         chain = sequence.chain = [*before, *new]
         blocks = self._cut_new(new, caches, store)
-        stored = store.checkpoints([block.key for block in chain])
+        listed = store.checkpoints([block.key for block in chain])
+        stored = {key: [c for c in at if store.has(c)] for key, at in listed.items()}
         loss_s = self._loss_s(chain, stored, store, cache_type)
         at_once = loss_s > store.limits.max_loss_s
         checkpoints = self._new(chain, caches, stored, store, at_once=at_once)

@@ -359,6 +359,23 @@ def test_a_damaged_checkpoint_costs_only_its_resume_point(stored: StoredModel) -
     assert_right(stored, ids, row)
 
 
+def test_all_missing_checkpoints_are_saved_with_the_next_turn(tmp_path: Path) -> None:
+    """The index still has the checkpoints after the first missing ones."""
+    stored = StoredModel(*built("gemma3_text", 1500), tmp_path)
+    prompt, reply = [random_ids(1, 40), random_ids(2, 1400)], random_ids(3, 6)
+    stored.answer(prompt, 6, reply)
+    stored.store.drain()
+    stored.store.pool.clear()
+    for path in (tmp_path / "checkpoints").rglob("*.safetensors"):
+        path.unlink()
+    whole = stored.answer(prompt, 6, reply).tokens
+    stored.restart()
+    row = stored.row([[*whole, *random_ids(7, 9)]], 1, None)
+    assert row.n_cached == len(whole)
+    assert_right(stored, [*whole, *random_ids(7, 9)], row)
+    stored.close()
+
+
 def test_a_long_prompt_keeps_only_the_windows_before_its_checkpoints(tmp_path: Path) -> None:
     model, spec = built("gemma3_text")
     stored = StoredModel(model, spec, tmp_path)
