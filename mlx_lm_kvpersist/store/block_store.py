@@ -62,6 +62,8 @@ class BlockStore:
         self.folder = folder
         self.limits = limits
         self.turns_saved = self.turns_not_saved = 0
+        self._not_saved_before = 0
+        """`turns_not_saved` when a turn was last saved."""
         self.reused_tokens: Counter[str] = Counter()
         self.blocks_quarantined = 0
         self._failures: set[str] = set()
@@ -342,11 +344,11 @@ class BlockStore:
                 show_bytes(n_bytes),
                 timeout_s,
             )
-        if self.turns_not_saved:
+        if n_not_saved := self.turns_not_saved - self._not_saved_before:
             logger.warning(
-                "kvpersist: turns that could not be saved: %d; tokens that the disk lacks are "
-                "computed again when needed",
-                self.turns_not_saved,
+                "kvpersist: turns that could not be saved since the last saved turn: %d; tokens "
+                "that the disk lacks are computed again when needed",
+                n_not_saved,
             )
         if self.shared is not None:
             self.shared.close(max(0.0, deadline_s - time.monotonic()))
@@ -396,6 +398,7 @@ class BlockStore:
         # Only a saved turn clears failures. Smaller commits may fit although turns do not.
         if commit.leaf and commit.records:
             self.turns_saved += 1
+            self._not_saved_before = self.turns_not_saved
             self._failures.clear()
             self._is_damaged = False
         for tier in self.lower[1:]:

@@ -186,24 +186,30 @@ class Writer:
                 self._changed.notify_all()
 
     def submit_commit(self, newest: Task) -> int:
-        """Queue a commit; return how many turns, including its own, are dropped for it."""
+        """Queue a commit; return how many turns, including its own, are lost for it.
+
+        A dropped turn that a later commit contains is not lost.
+        """
         victims: list[Task] = []
+        n_lost = 0
         with self._changed:
             self._tasks.append(newest)
             self._hurry(newest)
             while self.n_bytes > self.max_bytes:
                 waiting = (task for task in self._tasks if task.commit and task.sizes)
                 oldest = min(waiting, key=lambda task: task.since_s, default=None)
-                victim = self._superseded() or oldest
+                superseded = self._superseded()
+                victim = superseded or oldest
                 if victim is None or (victim is newest and self._fits(newest)):
                     break
                 self._tasks.remove(victim)
                 victims.append(victim)
+                n_lost += victim.is_turn and not superseded
             if len(self._tasks) == 1 or self._is_half_full():  # else the writer waits for more
                 self._changed.notify_all()
         for victim in victims:
             victim.let_go()
-        return sum(task.is_turn for task in victims)
+        return n_lost
 
     def _hurry(self, newest: Task) -> None:
         """Move an ended turn, with its conversation's tasks, ahead of unfinished prompts."""

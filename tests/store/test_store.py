@@ -390,7 +390,24 @@ def test_turn_that_cannot_be_saved_is_counted_and_unpinned(
     assert store.turns_not_saved == 1
     assert [entry.pins for entry in store.pool._entries.values()] == [0]
     store.close()
-    assert "turns that could not be saved: 1;" in caplog.text
+    assert "turns that could not be saved since the last saved turn: 1;" in caplog.text
+
+
+def test_end_says_nothing_about_a_failed_turn_that_a_later_turn_has_saved(
+    store: BlockStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes = chain([1], [2])
+
+    def fail(*args: object) -> None:
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.disk_tier, "store", fail)
+        save_turn(store, nodes[:1])
+    save_turn(store, nodes)
+    assert store.turns_not_saved == 1 and nodes[0].key in store.index
+    store.close()
+    assert "could not be saved" not in caplog.text
 
 
 def test_blocks_evicted_from_disk_stay_in_ram_while_a_turn_needs_them(tmp_path: Path) -> None:

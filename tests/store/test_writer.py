@@ -367,7 +367,7 @@ def test_big_turn_is_dropped_if_a_waiting_prompt_contains_it(
     writer: Writer, is_running: bool
 ) -> None:
     """The prompt's commit has the turn's blocks, and replaces the turn in the queue."""
-    dropped, nodes = list[str](), chain([1], [2], [3])
+    dropped, n_lost, nodes = list[str](), 0, chain([1], [2], [3])
     may_continue = hold(writer) if is_running else threading.Event()
     with writer._changed:  # now the writer takes no task
         for name, n_blocks, n_bytes in (("prompt", 3, 90), ("turn", 2, 1000)):
@@ -375,10 +375,19 @@ def test_big_turn_is_dropped_if_a_waiting_prompt_contains_it(
             leaf = Leaf(None, keys[-1], nodes[n_blocks - 1].stop) if name == "turn" else None
             abandon, sizes = partial(dropped.append, name), {name.encode(): n_bytes}
             commit = Commit(ROOT, tuple(nodes[:n_blocks]), leaf)
-            writer.submit_commit(Task(lambda: None, commit, abandon, sizes))
-        assert (writer.n_bytes, dropped) == (90, ["turn"])
+            n_lost += writer.submit_commit(Task(lambda: None, commit, abandon, sizes))
+        assert (writer.n_bytes, dropped, n_lost) == (90, ["turn"], 0)
     may_continue.set()
     writer.drain()
+
+
+def test_turn_that_is_dropped_for_another_conversation_counts_as_lost(writer: Writer) -> None:
+    n_lost = []
+    with writer._changed:  # now the writer takes no task
+        for (node,) in (chain([1]), chain([2])):
+            commit = Commit(ROOT, (node,), Leaf(None, node.key, node.stop))
+            n_lost.append(writer.submit_commit(Task(commit=commit, sizes={node.key: 1000})))
+    assert n_lost == [0, 1]
 
 
 @pytest.mark.slow
