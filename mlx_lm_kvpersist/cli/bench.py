@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from ..host.scheduling.model_provider import cannot_load, check_model_name, max_
 from ..units import show_bytes
 from .machine import conditions, cpu_gflops, device, openblas_advice, versions
 from .output import ongoing, utc_time
-from .servers import Message, Reply, StartedServer, ask, document
+from .servers import Message, Reply, StartedServer, ask, document, temporary_folder
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 """Possible lengths of a new prompt, in tokens."""
@@ -201,8 +200,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--json {args.json} is a folder; name a file in it")
     path = fetched(args.model)
     conditions_of_run = measured_conditions(args.model, path)
-    with tempfile.TemporaryDirectory(prefix="kvpersist-bench-") as folder:
-        content = {**conditions_of_run, **measured(str(path), Path(folder), args.minutes)}
+    with temporary_folder("kvpersist-bench-") as folder:
+        content = {**conditions_of_run, **measured(str(path), folder, args.minutes)}
     print(as_markdown(content))  # first: the file may not be writable
     if args.json:
         args.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

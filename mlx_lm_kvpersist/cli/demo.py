@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from pathlib import Path
 
 from .output import console, ongoing, shown
-from .servers import OWN_TEXT, Message, StartedServer, document
+from .servers import OWN_TEXT, Message, StartedServer, document, temporary_folder
 
 _MAX_TOKENS = 32
 _QUESTIONS = ("Who was the keeper of the lock?", "What was Ruth Amsel sent to find out?")
@@ -27,8 +26,7 @@ def run(args: argparse.Namespace) -> int:
     first, second = _QUESTIONS
     text = f"{document(args.chars)}\n\n{first}"
     messages: list[Message] = [{"role": "user", "content": text}]
-    with tempfile.TemporaryDirectory(prefix="kvpersist-demo-") as name, ongoing(made) as say:
-        folder = Path(name)
+    with temporary_folder("kvpersist-demo-") as folder, ongoing(made) as say:
         model = str(make_model(folder / "model")) if args.model is None else args.model
         plugin = ["--plugin", "kvpersist", "--kvpersist-dir", str(folder / "store")]
         say("1 of 5: mlx_lm.server starts with the plugin")

@@ -30,8 +30,6 @@ from ..units import parse_days, parse_size
 PROG = "mlx-lm-kvpersist"
 _STORE = ("dir", "encrypt")
 _OF_RANKS = ("sessions", "store", "why")
-_STARTING_SERVERS = ("bench", "demo")
-"""Commands that stop their servers and remove their files also if they are ended."""
 _BUDGETS = (*_STORE, "disk", "min-free")
 _SIGPIPE_STATUS = 141
 """The exit status if stdout is a closed pipe, as in shells: 128 + SIGPIPE (13)."""
@@ -101,10 +99,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.print_help()
         return 0
     module, _, function = args.run.partition(":")
-    if args.command in _STARTING_SERVERS:
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_DFL:
-                signal.signal(number, signal.default_int_handler)
     try:
         if getattr(args, "model", None):  # fail before slow imports
             versions.check()
@@ -127,8 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         message += remedy(error)
     except sqlite3.Error as error:
         message = f"the index of the store cannot be used: {error}"
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as ended:
+        return 128 + next(iter(ended.args), signal.SIGINT)  # as in shells
     print(f"{PROG} {args.command}: {message}", file=sys.stderr)
     return 1
 

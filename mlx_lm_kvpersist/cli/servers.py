@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
@@ -85,6 +88,32 @@ def document(n_chars: int) -> str:
     """Return the first `n_chars` characters of the story, repeated if it is too short."""
     text = OWN_TEXT.read_text(encoding="utf-8")
     return (text * (n_chars // len(text) + 1))[:n_chars]
+
+
+@contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """Yield a folder for the files of started servers; remove it at the end. Main thread.
+
+    In the block, SIGTERM and SIGHUP raise KeyboardInterrupt as Ctrl-C does; its argument is the
+    signal. Later signals do not interrupt the end of the servers and the removal.
+    """
+    received: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if len(received) == 1:  # a closed terminal sends SIGHUP twice
+            raise KeyboardInterrupt(number)
+
+    former: dict[signal.Signals, Any] = {}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
+            former[number] = signal.signal(number, interrupt)
+    try:
+        with tempfile.TemporaryDirectory(prefix=prefix) as name:
+            yield Path(name)
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
 
 @dataclass(frozen=True)

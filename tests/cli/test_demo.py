@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +39,7 @@ def test_an_ended_demo_leaves_no_server_and_no_files(tmp_path: Path) -> None:
     assert any(line.startswith("2 of 5") for line in process.stderr)  # the server runs
     process.terminate()
     process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 128 + signal.SIGTERM
     assert not list(tmp_path.glob("kvpersist-demo-*"))
 
 

@@ -7,6 +7,7 @@ import errno
 import importlib
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -305,6 +306,19 @@ def test_a_missing_model_is_reported_in_one_line(
         "downloaded before, and the hub cannot be reached); expected a folder with an MLX model, "
         "or a repository of Hugging Face\n"
     )
+
+
+@pytest.mark.parametrize("command", ["bench", "demo"])
+def test_sigterm_ends_a_download_at_once(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers: list[Any] = []
+
+    def fetched(model: str) -> Path:
+        handlers.append(signal.getsignal(signal.SIGTERM))
+        raise StoreError("no model")
+
+    monkeypatch.setattr("mlx_lm_kvpersist.cli.bench.fetched", fetched)
+    assert cli.main([command, "--model", "someone/large"]) == 1
+    assert handlers == [signal.SIG_DFL]
 
 
 @pytest.mark.parametrize("command", ["spec", "bench", "quality", "demo"])

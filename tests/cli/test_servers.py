@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,13 +13,40 @@ from typing import Any
 
 import pytest
 
-from mlx_lm_kvpersist.cli.servers import StartedServer, answer, ask
+from mlx_lm_kvpersist.cli.servers import StartedServer, answer, ask, temporary_folder
 from mlx_lm_kvpersist.errors import KVPersistError
 
 
 def test_a_failed_start_raises_an_error_with_the_log(tmp_path: Path) -> None:
     with pytest.raises(KVPersistError, match=r"(?s)did not start.*unrecognized arguments: --bad"):
         StartedServer("nothing", "--bad", log_path=tmp_path / "log")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_second_signal_does_not_interrupt_the_cleanup(number: signal.Signals) -> None:
+    ended_servers: list[str] = []
+    former = signal.signal(number, signal.SIG_DFL)
+    try:
+        with pytest.raises(KeyboardInterrupt) as interrupt, temporary_folder("test-") as folder:
+            try:
+                signal.raise_signal(number)
+            finally:
+                signal.raise_signal(number)
+                ended_servers.append("a server")
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, former)
+    assert interrupt.value.args == (number,)
+    assert ended_servers and not folder.exists()
+
+
+def test_an_ignored_hangup_stays_ignored() -> None:
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with temporary_folder("test-"):
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, former)
 
 
 @contextmanager
