@@ -34,12 +34,15 @@ def test_an_ended_demo_leaves_no_server_and_no_files(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "TMPDIR": str(tmp_path)},
+        start_new_session=True,
     )
     assert process.stderr is not None
     assert any(line.startswith("2 of 5") for line in process.stderr)  # the server runs
     process.terminate()
     process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
     assert not list(tmp_path.glob("kvpersist-demo-*"))
 
 
