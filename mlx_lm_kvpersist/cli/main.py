@@ -57,7 +57,8 @@ class CommandParser(argparse.ArgumentParser):
             if not parser.commands:
                 return
             if word.startswith("-"):
-                if not any(own.startswith(word) for own in parser._option_string_actions):
+                option = word.partition("=")[0]
+                if option not in parser._option_string_actions and parser._knows(option):
                     self.exit(2, f"{parser.prog}: write {word} after the command\n")
                 return
             if word not in parser.commands:
@@ -65,6 +66,11 @@ class CommandParser(argparse.ArgumentParser):
                 advice = f"did you mean `{near}`?" if near else f"type `{parser.prog} --help`"
                 self.exit(2, f"{parser.prog}: there is no command {word!r}; {advice}\n")
             parser = parser.commands[word]
+
+    def _knows(self, option: str) -> bool:
+        """Tell whether this parser or a command below it has the option."""
+        below = self.commands.values()
+        return option in self._option_string_actions or any(own._knows(option) for own in below)
 
     def _nearest(self, words: Sequence[str], depth: int) -> str:
         """Return the command most like `words`, or "". The first `depth` words name a group."""

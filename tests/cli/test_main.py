@@ -149,6 +149,7 @@ def test_a_command_similar_to_no_other_refers_to_the_help(
         ("--json doctor", "--json"),
         ("--kvpersist-dir x sessions list", "--kvpersist-dir"),
         ("sessions --kvpersist-dir x list", "--kvpersist-dir"),
+        ("--limit=5 sessions list", "--limit=5"),
     ],
 )
 def test_an_option_before_its_command_is_refused_with_advice(
@@ -158,6 +159,24 @@ def test_an_option_before_its_command_is_refused_with_advice(
         cli.main(typed.split())
     assert end.value.code == 2
     assert capsys.readouterr().err.endswith(f": write {option} after the command\n")
+
+
+@pytest.mark.parametrize(
+    ("typed", "error"),
+    [
+        ("--verison", "unrecognized arguments: --verison; did you mean --version?"),
+        ("sessions --hlep", "unrecognized arguments: --hlep; did you mean --help?"),
+        ("-V", "unrecognized arguments: -V"),
+        ("--version=1", "argument --version: ignored explicit argument '1'"),
+    ],
+)
+def test_an_option_of_no_command_is_not_to_be_written_after_one(
+    typed: str, error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(typed.split())
+    assert end.value.code == 2
+    assert capsys.readouterr().err.endswith(f" error: {error}\n")
 
 
 @pytest.mark.parametrize(
