@@ -30,7 +30,7 @@ from mlx_lm_kvpersist.cache.geometry.precision import FULL_BITS, PrecisionChoice
 from mlx_lm_kvpersist.cache.geometry.spec import Architecture, ModelCacheSpec, probe_model
 from mlx_lm_kvpersist.cache.live.attention import forced_plan
 from mlx_lm_kvpersist.cache.live.caches import batch_of
-from mlx_lm_kvpersist.cache.live.packed import GRID, headroom
+from mlx_lm_kvpersist.cache.live.packed import GRID, capacity
 from mlx_lm_kvpersist.cache.live.rows import rows_of
 from mlx_lm_kvpersist.cache.measuring.attention_check import packed_shapes
 from mlx_lm_kvpersist.errors import ModelNotSupported
@@ -205,7 +205,7 @@ def _restored(spec: ModelCacheSpec, caches: Sequence[Any]) -> list[Any]:
         for window in spec.sliding
     }
     n_held = {window: n_tokens - start for window, start in starts.items()}
-    joiner = Joiner(spec, n_tokens, headroom(1), n_held, whole=False)
+    joiner = Joiner(spec, n_tokens, capacity(n_tokens), n_held, whole=False)
     cuts = [(0, _CUT), (_CUT, n_tokens)] if spec.full else []
     for (start, stop), block in zip(cuts, split(spec.full, caches, cuts), strict=True):
         joiner.add(Piece(block, 0, stop - start))

@@ -197,8 +197,8 @@ class Piece:
 class Joiner:
     """A prompt cache of `n_tokens` that is being filled.
 
-    Every slot of kind `FULL` gets its own buffers with room for `headroom` more tokens. `windows`
-    maps each window to the number of tokens that will be added for it. Pieces must fit the spec
+    Every slot of kind `FULL` gets its own buffers with room for `n_room` tokens. `windows` maps
+    each window to the number of tokens that will be added for it. Pieces must fit the spec
     (`arrays_fit`) and be added in the order of their tokens. If `whole`, all pieces are in RAM, and
     `finish` joins them at once, in fewer and larger operations.
     """
@@ -207,7 +207,7 @@ class Joiner:
         self,
         spec: ModelCacheSpec,
         n_tokens: int,
-        headroom: int,
+        n_room: int,
         windows: Mapping[int, int],
         *,
         whole: bool,
@@ -218,7 +218,7 @@ class Joiner:
         n_held: dict[int | None, int] = {None: n_tokens} if spec.full else {}
         for at, n_cached in (n_held | dict(windows)).items():
             groups = spec.full if at is None else spec.sliding[at]
-            forms = list(token_arrays(groups, n_cached + (headroom if at is None else 0)))
+            forms = list(token_arrays(groups, n_room if at is None else n_cached))
             arrays = {
                 name: [] if whole else [mx.zeros((1, *rest), dtype) for _ in range(n_slots)]
                 for name, (n_slots, *rest), dtype in forms

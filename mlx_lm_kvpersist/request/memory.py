@@ -31,8 +31,8 @@ MOST_RESERVE_BYTES = 4 << 30
 """An eighth of the device's memory is left to other programs, but at most this many bytes."""
 POOL_SHARE = 8
 """An eighth of the account is reserved for the pool, where turns wait until they are written."""
-ROOM = 1024
-"""The spare room, in tokens, that a sequence's buffers may have after the last token."""
+MORE = 64
+"""The account counts this number of further tokens: steps before the next `weigh`, and drafts."""
 GROWTH = 512
 """A sequence begins only if memory also has room for this number of further tokens."""
 MOST_PASSED = 8
@@ -107,12 +107,12 @@ class Memory:
     def close(self) -> None:
         mx.set_memory_limit(self._stock_limit_bytes)
 
-    def _needed(self, more: Sequence[int] = (), room: int = ROOM) -> int:
-        """Return the bytes for all sequences and `more` prompts, each with `room` spare tokens."""
+    def _needed(self, prompts: Sequence[int] = (), more: int = MORE) -> int:
+        """Return the bytes for all sequences and `prompts`, each with `more` further tokens."""
         self._claims = [claim for claim in self._claims if not claim.is_over()]
-        prompts = [*self._prompts, *(claim.n_tokens for claim in self._claims), *more]
-        caches = self._takes.caches_bytes(self._replies, prompts, room)
-        return caches + self._takes.step_bytes(self._replies, prompts, room)
+        prompts = [*self._prompts, *(claim.n_tokens for claim in self._claims), *prompts]
+        caches = self._takes.caches_bytes(self._replies, prompts, more)
+        return caches + self._takes.step_bytes(self._replies, prompts, more)
 
     @property
     def _whole_bytes(self) -> int:
@@ -174,7 +174,7 @@ class Memory:
         return True
 
     def _makes_room(self, claim: Claim) -> bool:
-        left = self._usable_bytes - self._needed([claim.n_tokens], ROOM + GROWTH)
+        left = self._usable_bytes - self._needed([claim.n_tokens], MORE + GROWTH)
         if left < self.pool_bytes:
             return False
         if claim.lookup is not None:
@@ -205,7 +205,7 @@ class Memory:
     def weigh(self, replies: Sequence[int], prompts: Sequence[int], n_bytes: int | None) -> bool:
         """Record the running sequences; return whether the replies fit (see `ModelSupport`)."""
         if n_bytes is None:
-            n_bytes = self._takes.caches_bytes(replies, prompts, 0)
+            n_bytes = self._takes.caches_bytes(replies, prompts)
         self._replies, self._prompts, self.live_bytes = tuple(replies), tuple(prompts), n_bytes
         self._claims = [claim for claim in self._claims if not claim.has_entered]
         self.changed()

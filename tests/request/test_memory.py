@@ -17,13 +17,15 @@ from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
 from mlx_lm_kvpersist.cache.geometry.spec import probe_model
 from mlx_lm_kvpersist.cache.live.caches import batch_of
 from mlx_lm_kvpersist.cache.measuring.prefill_memory import PrefillMemory
+from mlx_lm_kvpersist.host.scheduling import prefill, prompt_lookup
+from mlx_lm_kvpersist.host.scheduling.waiting import WEIGH_EVERY
 from mlx_lm_kvpersist.request import memory as accounts
 from mlx_lm_kvpersist.request.memory import (
     CRITICAL,
     GROWTH,
+    MORE,
     MOST_PASSED,
     NORMAL,
-    ROOM,
     Claim,
     Memory,
     total_bytes,
@@ -99,8 +101,8 @@ def account(loaded: Any, store: BlockStore, **more: Any) -> Memory:
     """Return an account with room for five sequences of 4,000 tokens."""
     memory = Memory(1, 0, store, loaded, **more)
     lengths = [4000] * 5
-    takes, room = memory._takes, ROOM + GROWTH
-    needed = takes.caches_bytes((), lengths, room) + takes.step_bytes((), lengths, room)
+    takes, more = memory._takes, MORE + GROWTH
+    needed = takes.caches_bytes((), lengths, more) + takes.step_bytes((), lengths, more)
     memory.total_bytes = int(needed * 8 / 7) + 8
     memory.changed()
     return memory
@@ -174,20 +176,24 @@ def test_the_pool_shrinks_as_claims_are_admitted(loaded: Any, store: BlockStore)
     assert memory.parts()["pool"] == store.pool.n_bytes
 
 
-@pytest.mark.parametrize(("room", "n_read"), [(0, 3000), (512, 3512), (2000, 4000)])
+def test_the_account_counts_the_tokens_of_steps_before_the_next_weigh() -> None:
+    assert max(prefill.MOST_DRAFTED, prompt_lookup.MOST_DRAFTED) + WEIGH_EVERY <= MORE
+
+
+@pytest.mark.parametrize(("more", "n_read"), [(0, 3328), (512, 3840), (2000, 4000)])
 def test_step_memory_counts_spare_room_up_to_a_quarter(
-    loaded: Any, store: BlockStore, room: int, n_read: int
+    loaded: Any, store: BlockStore, more: int, n_read: int
 ) -> None:
     takes = account(loaded, store)._takes
     assert takes.prefill is not None
     takes = replace(takes, prefill=replace(takes.prefill, key_bytes=1e9))
-    assert takes.step_bytes([3000, 10], (), room) == 2 * n_read * 1e9
+    assert takes.step_bytes([3000, 10], (), more) == 2 * n_read * 1e9
 
 
 def test_the_blocks_of_several_restores_must_fit_together(loaded: Any, store: BlockStore) -> None:
     memory = account(loaded, store)
     memory.weigh((), [4000] * 2, 0)
-    left = memory._usable_bytes - memory._needed([10, 10], ROOM + GROWTH)
+    left = memory._usable_bytes - memory._needed([10, 10], MORE + GROWTH)
     keys = fill(store, 100, left * 3 // 4 // 100)
     first, second = Restores(store, keys[:80]), Restores(store, keys[20:])
     assert memory.admits(claim(0, 10, first)) and first.pinned
@@ -199,7 +205,7 @@ def test_the_blocks_of_several_restores_must_fit_together(loaded: Any, store: Bl
     assert store.pool.n_bytes <= store.pool.max_bytes
     first.let_go()
     second.let_go()
-    memory.changed()
+    memory.weigh((), [4000], 0)
     assert memory.admits(late)
 
 
@@ -295,7 +301,7 @@ def test_a_batch_takes_no_more_memory_than_counted(
         mx.eval(model(mx.array([[5]] * len(lengths)), cache=batch))
         mx.eval([cache.state for cache in batch])
     shapes = sum(cache.nbytes for cache in batch)
-    counted = memory._takes.caches_bytes(lengths, (), ROOM)
+    counted = memory._takes.caches_bytes(lengths, (), MORE)
     assert shapes <= counted <= 3 * shapes
     assert abs(mx.get_active_memory() - before - shapes) < 0.02 * shapes + 65536
 

@@ -24,14 +24,14 @@ from mlx_lm_kvpersist.host.manager import Taken, TakenTokens
 from mlx_lm_kvpersist.host.scheduling.model_provider import PluginCaches
 from mlx_lm_kvpersist.host.scheduling.waiting import ReplyQueue
 from mlx_lm_kvpersist.request import memory as accounts
-from mlx_lm_kvpersist.request.memory import ROOM, Memory
+from mlx_lm_kvpersist.request.memory import Memory
 from mlx_lm_kvpersist.request.model import LoadedModel, Speed
 from mlx_lm_kvpersist.request.serving import RequestState, ServedRequest, Serving, Stage
 from mlx_lm_kvpersist.store.block_store import BlockStore, StoreLimits
 from models_check.build import build
 from models_check.configs import CONFIGS
 
-N_PROMPT, N_REPLY = 300, 90
+N_PROMPT, N_REPLY = 440, 90  # 24 tokens more need a larger capacity (see `capacity`)
 MIB = 1 << 20
 
 FORGOTTEN_PEAKS: list[int] = []
@@ -62,9 +62,9 @@ class Server:
         self.memory = Memory(1 << 40, 0, self.store, loaded)
         self.serving = Serving(self.store, loaded, lambda *_: None, False, 10.0, self.memory)
         if n_fit:
-            lengths, room = [N_PROMPT] * n_fit, accounts.ROOM + accounts.GROWTH
-            needed = self.memory._takes.caches_bytes((), lengths, room)
-            needed += self.memory._takes.step_bytes((), lengths, room)
+            lengths, more = [N_PROMPT] * n_fit, accounts.MORE + accounts.GROWTH
+            needed = self.memory._takes.caches_bytes((), lengths, more)
+            needed += self.memory._takes.step_bytes((), lengths, more)
             self.memory.total_bytes = needed * 8 // 7 + 8
             self.memory.changed()
         limits = speed.limits(1.0)
@@ -233,7 +233,7 @@ def test_a_changed_batch_is_copied_a_few_layers_at_a_time(
     monkeypatch.setattr("tests.request.test_memory_shared.N_REPLY", 12)
     server = serve("llama", "together", 20)
     server.run([ids[: 40 + 60 * number] for number, ids in enumerate(prompts(4))])
-    caches = server.memory._takes.caches_bytes([300] * 4, (), ROOM // 2)
+    caches = server.memory._takes.caches_bytes([300] * 4, ())
     assert server.peak_besides_caches < caches * 4 // 5
 
 

@@ -23,7 +23,7 @@ from mlx_lm.utils import load
 from mlx_lm_kvpersist.cache.geometry.precision import PrecisionChoice
 from mlx_lm_kvpersist.cache.geometry.spec import probe_model
 from mlx_lm_kvpersist.cache.measuring.prefill_memory import SequenceMemory
-from mlx_lm_kvpersist.request.memory import GROWTH, ROOM
+from mlx_lm_kvpersist.request.memory import GROWTH, MORE
 from models_check.configs import CONFIGS
 from tests.support import (
     FULL_PRECISION,
@@ -96,7 +96,7 @@ class Talks:
 
     def budget(self, n_fit: float) -> int:
         """Return a budget that `n_fit` of the first prompts fill."""
-        row = self.sequence_memory.caches_bytes((), [N_TOKENS + LONG_REPLY // 4], ROOM + GROWTH)
+        row = self.sequence_memory.caches_bytes((), [N_TOKENS + LONG_REPLY // 4], MORE + GROWTH)
         # An eighth is for the pool, an eighth for chunks, and 32 MiB for SQLite and texts.
         return int(max(128 * MIB, (n_fit * row + 32 * MIB) * 8 / 6))
 

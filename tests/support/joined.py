@@ -31,7 +31,7 @@ def join(spec: ModelCacheSpec, pieces: Pieces, headroom: int, *, whole: bool = T
         window: sum(piece.stop - piece.start for piece in parts)
         for window, parts in pieces.windows.items()
     }
-    joiner = Joiner(spec, pieces.n_tokens, headroom, windows, whole=whole)
+    joiner = Joiner(spec, pieces.n_tokens, pieces.n_tokens + headroom, windows, whole=whole)
     for piece in pieces.blocks:
         joiner.add(piece)
     for window, parts in pieces.windows.items():

@@ -187,7 +187,7 @@ class PaddedBatch(Buffers):
             self.keys, self.values = pk.share(cache.keys), pk.share(cache.values)
 
     def _capacity(self, n_tokens: int) -> int:
-        return n_tokens + pk.headroom(1)
+        return pk.capacity(n_tokens)
 
     def _place(self, padding: Sequence[int], idx: int) -> None:
         self._padding = padding

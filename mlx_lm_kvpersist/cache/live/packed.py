@@ -33,13 +33,16 @@ def each(function: Callable[..., mx.array], stored: Held, *more: Held) -> Held:
     return weights, scales, biases
 
 
-def headroom(n_new: int) -> int:
-    """Return how many tokens to allocate in addition to `n_new` tokens that did not fit.
+def capacity(n_tokens: int) -> int:
+    """Return for how many tokens to make new buffers: at least 256 more than `n_tokens`.
 
-    After a chunk of 768 tokens or more, there is room for a last chunk of up to 768 tokens and for
-    256 decoding steps. More room would be wasted, because a longer chunk makes new buffers anyway.
+    Capacities are multiples of 256, of 512 from 8K tokens on, of 1,024 from 16K tokens on, etc. So
+    the buffers of sequences of similar lengths are equal, and MLX reuses freed buffers. On an H200,
+    making new buffers for 8K tokens took half of the time of a restore.
     """
-    return min(max(n_new + 256, 512), 1024)
+    least = n_tokens + 256
+    step = max(256, 1 << least.bit_length() - 5)
+    return -(-least // step) * step
 
 
 @lru_cache(maxsize=32)
@@ -169,12 +172,13 @@ def append(stored: Held | None, start: int, new: Held, room: int | None = None) 
     """Write `new` after the first `start` tokens of `stored`.
 
     Buffers with room are written in place, or copied if something else refers to them. Buffers
-    without room are replaced by buffers with `room` (or `headroom`) spare tokens.
+    without room are replaced by buffers with `room` spare tokens (None: see `capacity`).
     """
 
     def grown(arrays: list[mx.array]) -> mx.array:
-        n_rows, n_heads, n_new, dim = arrays[-1].shape
-        n_more = headroom(n_new) if room is None else room
+        n_rows, n_heads, _, dim = arrays[-1].shape
+        n_all = sum(x.shape[2] for x in arrays)
+        n_more = capacity(n_all) - n_all if room is None else room
         spare = mx.zeros((n_rows, n_heads, n_more, dim), arrays[-1].dtype)
         return mx.concatenate([*arrays, spare], axis=2)
 

@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from ..geometry.spec import LayerGroup, ModelCacheSpec, state_arrays, token_arrays
 from ..live.attention import backend
-from ..live.packed import GRID
+from ..live.packed import GRID, capacity
 
 MIN_CHUNK = 32
 """The number of tokens that may always be computed at once, even if memory is short."""
@@ -204,30 +204,30 @@ class SequenceMemory:
         """The memory limit of a chunk of a prompt."""
         return self.prefill.limit_bytes if self.prefill is not None else 0
 
-    def caches_bytes(self, replies: Sequence[int], prompts: Sequence[int], room: int) -> int:
+    def caches_bytes(self, replies: Sequence[int], prompts: Sequence[int], more: int = 0) -> int:
         """Return the most bytes of the caches of sequences with the given lengths, in one batch.
 
-        All rows of a batch are as long as the longest. `room`: spare tokens per sequence.
+        All rows of a batch are as long as the longest. `more`: further tokens per sequence.
         """
         n_rows = len(replies) + len(prompts)
         if not n_rows:
             return 0
-        width = max(*replies, *prompts, 0) + room
+        width = capacity(max(*replies, *prompts, 0) + more)
         windows = sum(
             n * (n_rows * min(window, width) + len(prompts) * min(CHECKPOINT_EVERY, width))
             for window, n in self.windows
         )
         return n_rows * (width * self.token_bytes + self.row_bytes) + windows
 
-    def step_bytes(self, replies: Sequence[int], prompts: Sequence[int], room: int) -> int:
+    def step_bytes(self, replies: Sequence[int], prompts: Sequence[int], more: int = 0) -> int:
         """Return the most bytes that a chunk or a step of replies takes besides the caches."""
         if self.prefill is None:
             return 0
         n_rows, longest = len(replies) + len(prompts), max(*replies, *prompts, 0, 0)
         shortest = self.prefill.peak_bytes(MIN_CHUNK, longest) if prompts else 0
         # When rows are added or removed, the batch is copied, one layer after the other.
-        layers = 2 * self.caches_bytes(replies, prompts, room) // self.n_layers
-        n_read = longest + min(room, longest // 3)  # up to a quarter of it is spare room
+        layers = 2 * self.caches_bytes(replies, prompts, more) // self.n_layers
+        n_read = min(capacity(longest + more), longest * 4 // 3)  # up to a quarter is spare room
         dequantized = int(n_rows * n_read * self.prefill.key_bytes)
         return max(self.chunk_bytes, shortest, dequantized, layers)
 

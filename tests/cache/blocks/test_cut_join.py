@@ -511,7 +511,7 @@ def test_join_with_missing_tokens_raises_an_error() -> None:
     (block,) = split(MIXED.full, caches, [(0, 40)])
     (window,) = split(MIXED.sliding[16], caches, [(24, 40)])
     for whole in (True, False):
-        joiner = Joiner(MIXED, 40, 0, {16: 16}, whole=whole)
+        joiner = Joiner(MIXED, 40, 40, {16: 16}, whole=whole)
         joiner.add(Piece(block, 0, 39))
         joiner.add(Piece(window, 0, 16), 16)
         with pytest.raises(ValueError, match="39 tokens where there should be 40"):

@@ -184,7 +184,7 @@ def test_random_chunks_joins_leaves_and_trims_match_the_reference(
     precision: str, plan: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if seed:  # steps then also read the spare room
-        monkeypatch.setattr(pk, "headroom", lambda n_new: 7)
+        monkeypatch.setattr(pk, "capacity", lambda n_tokens: n_tokens + 7)
     assert Streams(seed, PRECISIONS[precision], PLANS[plan]).run() < TOLERANCE
 
 

@@ -110,12 +110,22 @@ def test_chunks_of_any_size_give_the_same_bits(seed: int) -> None:
         assert same_bits(x, y)
 
 
-@pytest.mark.parametrize(("n_new", "spare"), [(1, 512), (256, 512), (300, 556), (2048, 1024)])
-def test_buffer_growth_leaves_spare_room(n_new: int, spare: int) -> None:
-    assert pk.headroom(n_new) == spare
-    cache = filled(n_new)
+@pytest.mark.parametrize(("n", "capacity"), [(1, 512), (256, 512), (257, 768), (2048, 2304)])
+def test_capacity_is_in_steps_and_leaves_spare_room(n: int, capacity: int) -> None:
+    cache = filled(n)
     assert cache.keys is not None
-    assert cache.keys[0].shape[2] == n_new + spare
+    assert cache.keys[0].shape[2] == pk.capacity(n) == capacity
+
+
+def test_spare_room_is_at_most_a_sixteenth_of_a_long_sequence() -> None:
+    for n in range(0, 1 << 18, 37):
+        assert 256 <= pk.capacity(n) - n <= 256 + max(256, (n + 256) // 16)
+        assert pk.capacity(n) <= pk.capacity(n + 1)
+
+
+def test_sequences_of_similar_lengths_have_equal_buffers() -> None:
+    """So MLX reuses the buffers of a turn for the same prompt again, and mostly for the next."""
+    assert pk.capacity(8064) == pk.capacity(8063) == pk.capacity(8064 + 80)
 
 
 def test_tokens_are_appended_in_place() -> None:
@@ -188,7 +198,7 @@ def test_empty_cache_has_no_state_and_no_bytes() -> None:
 def test_nbytes_counts_packed_and_newest_buffers() -> None:
     per_token = 2 * (packed_bytes(PRECISION.keys, K_DIM) + packed_bytes(PRECISION.values, V_DIM))
     newest = pk.GRID * 2 * (K_DIM + V_DIM) * mx.float32.size
-    assert filled(8).nbytes == (8 + 512) * per_token + newest
+    assert filled(8).nbytes == pk.capacity(8) * per_token + newest
 
 
 def test_changing_a_deep_copy_does_not_change_the_original() -> None:
