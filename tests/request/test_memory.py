@@ -101,8 +101,8 @@ def account(loaded: Any, store: BlockStore, **more: Any) -> Memory:
     """Return an account with room for five sequences of 4,000 tokens."""
     memory = Memory(1, 0, store, loaded, **more)
     lengths = [4000] * 5
-    takes, more = memory._takes, MORE + GROWTH
-    needed = takes.caches_bytes((), lengths, more) + takes.step_bytes((), lengths, more)
+    takes, n_more = memory._takes, MORE + GROWTH
+    needed = takes.caches_bytes((), lengths, n_more) + takes.step_bytes((), lengths, n_more)
     memory.total_bytes = int(needed * 8 / 7) + 8
     memory.changed()
     return memory
