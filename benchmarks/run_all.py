@@ -84,7 +84,7 @@ PRESETS = {
     "gpu-1": Preset(
         _8B,
         (
-            _step("ttft", contexts={8192: 3, 32768: 3}),
+            _step("ttft", contexts={8192: 6, 32768: 3}),
             # Each step starts new servers: one GPU may be too small for the stock caches of all
             # lengths.
             _step("ttft", contexts={1024: 2, 4096: 2, 16384: 2}),
