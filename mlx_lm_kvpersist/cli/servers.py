@@ -19,10 +19,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 from urllib.error import HTTPError
-from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
 
-from ..api.admin import KEY_VARIABLE, STATS_PATH, is_loopback
+from ..api.admin import KEY_VARIABLE, STATS_PATH
 from ..apis import message_of
 from ..errors import KVPersistError
 
@@ -53,11 +52,9 @@ def answer(
     sent = {"Authorization": f"Bearer {key}".encode().decode("latin-1")} if key else {}
     sent |= {"Content-Type": "application/json", **(headers or {})}
     payload = None if body is None else json.dumps(body).encode()
+    opener = build_opener(ProxyHandler({}))  # a server on this machine needs no proxy
     try:
-        # The environment's proxy cannot reach a server on this machine.
-        proxy = ProxyHandler({} if is_loopback(urlsplit(url).netloc) else None)
-        request = Request(f"{url}{path}", payload, sent)
-        reply: HTTPResponse = build_opener(proxy).open(request, timeout=timeout_s)
+        reply: HTTPResponse = opener.open(Request(f"{url}{path}", payload, sent), timeout=timeout_s)
         return reply
     except HTTPError as error:
         with error:
