@@ -52,7 +52,7 @@ def answer(
     sent = {"Authorization": f"Bearer {key}".encode().decode("latin-1")} if key else {}
     sent |= {"Content-Type": "application/json", **(headers or {})}
     payload = None if body is None else json.dumps(body).encode()
-    opener = build_opener(ProxyHandler({}))  # a server on this machine needs no proxy
+    opener = build_opener(ProxyHandler({}))  # never a proxy: it would see the key
     try:
         reply: HTTPResponse = opener.open(Request(f"{url}{path}", payload, sent), timeout=timeout_s)
         return reply
@@ -161,8 +161,9 @@ class StartedServer:
     def __exit__(self, *error: object) -> None:
         self._process.terminate()
         try:
-            self._process.wait(15.0)
-        except subprocess.TimeoutExpired:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(15.0)
+        finally:  # also after a signal
             self.kill9()
 
     @property

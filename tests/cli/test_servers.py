@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -123,3 +124,13 @@ def test_caller_errors_are_not_reported_as_server_errors() -> None:
         pytest.raises(KVPersistError, match="the server failed: "),
     ):
         server.chat([], "s", 8)
+
+
+def test_a_signal_while_a_server_ends_leaves_no_process() -> None:
+    server = object.__new__(StartedServer)
+    server._process = process = Mock()
+    process.wait.side_effect = [KeyboardInterrupt, 0]
+    with pytest.raises(KeyboardInterrupt), server:
+        pass
+    process.terminate.assert_called_once()
+    process.kill.assert_called_once()
