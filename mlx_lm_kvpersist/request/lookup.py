@@ -50,8 +50,6 @@ MAX_MATCHED_TOKENS = 2048
 
 _LOOK_S = 0.1
 """The seconds after which a restore checks again whether its client has left."""
-_MOST_NEXT = 768
-"""If at most this number of the prompt's tokens follow, restored buffers have room for them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,13 +248,8 @@ class Lookup:
         """The bytes of the caches, once the restore has begun; 0 before."""
         if not self.is_begun:
             return 0
-        spec, n_room = self.model.spec, self._capacity(self.stored.n_tokens)
+        spec, n_room = self.model.spec, capacity(len(self.stored.prompt.ids))
         return n_room * spec.bytes_per_token + spec.bytes_per_checkpoint
-
-    def _capacity(self, n_tokens: int) -> int:
-        """Return the capacity of restored buffers. A long rest of the prompt makes new buffers."""
-        n_all = len(self.stored.prompt.ids)
-        return capacity(n_all) if n_all - n_tokens <= _MOST_NEXT else n_tokens
 
     @property
     def is_begun(self) -> bool:
@@ -407,7 +400,7 @@ class Lookup:
         coming = store.reader.load_all([need.record for need in needed], self.root)
         whole = not in_steps and all(store.pool.get(need.record.key) for need in needed)
         started = perf_counter()
-        n_room = self._capacity(point.n_tokens)
+        n_room = capacity(len(self.stored.prompt.ids))
         joiner = Joiner(spec, point.n_tokens, n_room, n_window, whole=whole)
         for _ in joiner.make_room() if in_steps else ():
             seconds[RAM] += perf_counter() - started

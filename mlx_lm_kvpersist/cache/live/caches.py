@@ -130,10 +130,10 @@ class PaddedBatch(Buffers):
             self._place([], 0)
             return
         if self.keys is not None:
-            rows = mx.array(keep, mx.int32)
+            rows, stop = mx.array(keep, mx.int32), surplus + self._capacity(self._idx - surplus)
             # `take` copies even a single row: a slice would keep the whole batch in memory.
             self.keys, self.values = (
-                pk.each(lambda x: mx.take(x[:, :, surplus:], rows, axis=0), buffers)
+                pk.each(lambda x: mx.take(x[:, :, surplus:stop], rows, axis=0), buffers)
                 for buffers in (self.keys, self.values)
             )
         self._place([n - surplus for n in padding], self._idx - surplus)

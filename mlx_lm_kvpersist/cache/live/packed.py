@@ -36,12 +36,12 @@ def each(function: Callable[..., mx.array], stored: Held, *more: Held) -> Held:
 def capacity(n_tokens: int) -> int:
     """Return for how many tokens to make new buffers: at least 256 more than `n_tokens`.
 
-    Capacities are multiples of 256, of 512 from 8K tokens on, of 1,024 from 16K tokens on, etc. So
+    Capacities are multiples of 256, of 512 from 16K tokens on, of 1,024 from 32K tokens on, etc. So
     the buffers of sequences of similar lengths are equal, and MLX reuses freed buffers. On an H200,
     making new buffers for 8K tokens took half of the time of a restore.
     """
     least = n_tokens + 256
-    step = max(256, 1 << least.bit_length() - 5)
+    step = max(256, 1 << least.bit_length() - 6)
     return -(-least // step) * step
 
 

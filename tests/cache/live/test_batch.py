@@ -456,3 +456,10 @@ def test_extended_batch_keeps_its_plan_or_takes_the_other_plan() -> None:
 
 def test_merged_batch_has_the_capacity_of_its_longest_row() -> None:
     assert capacity_of(batch_of(40, 4)) == pk.capacity(40)
+
+
+def test_rows_give_back_the_spare_room_of_a_long_row_that_leaves() -> None:
+    batch = batch_of(33_000, 40, 30)
+    batch.filter([1, 2])
+    assert capacity_of(batch) == pk.capacity(40)
+    assert_row_is(batch, 1, sequence(30, 2))
