@@ -27,7 +27,7 @@ from ..units import shortened
 from .servers import ask
 
 Settings = Mapping[str, Any] | str
-"""What to add to a file: a mapping for JSON, a text for TOML."""
+"""The settings to add to a file: a mapping for JSON, a text for TOML."""
 
 _NAME = "kvpersist"
 _TITLE = "mlx-lm-kvpersist"
@@ -187,7 +187,7 @@ def _without(
 
 
 def _content(path: Path) -> str | None:
-    """Return a file's text, or None if there is no file. Raises ValueError if it is not UTF-8."""
+    """Return a file's text, or None if it does not exist. Raises ValueError if not UTF-8."""
     return path.read_bytes().decode() if path.exists() else None
 
 

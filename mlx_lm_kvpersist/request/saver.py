@@ -409,10 +409,10 @@ class CheckpointSaver(Saver):
 
         The first checkpoint is kept, because other conversations share it. The newest are kept,
         too. Where another session ends in the chain, the last checkpoint before this end is kept.
-        The same holds for up to `MAX_BRANCHES` places where others branch off. The last safe
-        checkpoints are also kept: then a kill or an eviction costs another conversation at most
-        `config.MAX_LOSS_S`. A temporary checkpoint is kept only where another session ends,
-        where others branch off, or at the end of the chain.
+        The same holds for up to `MAX_BRANCHES` places where other sessions branch off. The last
+        safe checkpoints are also kept: then a kill or an eviction costs another conversation at
+        most `config.MAX_LOSS_S`. A temporary checkpoint is kept only before such an end or branch,
+        or at the end of the chain.
         """
         chain = sequence.chain
         ends, forks = store.ends(chain, sequence.session), store.forks(chain)

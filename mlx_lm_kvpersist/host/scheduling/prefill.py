@@ -1,8 +1,8 @@
 """The prompts that are being computed: order, chunks, and calls for several prompts.
 
 A request that is served alone is computed in the same chunks, and plugins save each chunk. Stock
-then computes the last token and the reply. Without this, stock would compute the whole prompt even
-if the client leaves, and save it only after the reply. Generation thread.
+then computes the last token and the reply. Stock alone would compute the whole prompt even if the
+client leaves, and save it only after the reply. Generation thread.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Prefills:
         """Return groups of uids whose replies begin, the chunk (tokens by uid), a plugin's error.
 
         With an error, the chunk has only the chosen prompt. stopped: uids of prompts that end now.
-        step_s: the time of the replies' last step. beside: whether replies run.
+        step_s: the time of the replies' last step. beside: whether replies run at the same time.
         """
         prefills = [prefill for prefill in self.all if prefill.uid not in stopped]
         unready = [prefill for prefill in prefills if not prefill.is_ready]

@@ -187,7 +187,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _wait_s(self) -> float | None:
         """Return how long to wait for a request that is still being read or tokenized, or None.
 
-        Without this wait, requests that arrive together would not be computed together.
+        Requests that arrive together are then computed together.
         """
         if self._has_stepped or self._ranks.are_several:
             return None
@@ -537,7 +537,7 @@ class Continuing:
 def with_first_space(tokens: Iterable[Any], prompt: Sequence[int], tokenizer: Any) -> Iterator[Any]:
     """Yield stock's responses; the first text gets back the space that stock's detokenizer drops.
 
-    The space must be dropped only where a message begins. prompt: the ids before the reply.
+    The space must be dropped only at the beginning of a message. prompt: the ids before the reply.
     """
     before = list(prompt[-_N_BEFORE:])
     n_chars, ids = len(tokenizer.decode(before)), list[int]()
