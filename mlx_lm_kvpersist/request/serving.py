@@ -84,6 +84,8 @@ class RequestState:
     """Whether the request's tokens may be stored, on disk or in RAM."""
     id: str = field(default_factory=lambda: f"kvp-{token_hex(8)}")
     """Random: a growing number would show how many requests the server gets."""
+    received_s: float = field(default_factory=time.time)
+    """When the request arrived, in seconds since the epoch."""
     stage: Stage = Stage.NEW
     outcome: Outcome | None = None
     saved_s: float | None = None
@@ -135,10 +137,10 @@ class RequestState:
             self.drop_lookup()
 
     def record(self, model: str, outcome: Outcome, precision: str | None = None) -> dict[str, Any]:
-        """Return a JSON object about the request. `received` is in seconds since the epoch."""
+        """Return a JSON object about the request."""
         return {
             "id": self.id,
-            "received": time.time(),
+            "received": self.received_s,
             "session": self.session,
             "client": self.note.get("client"),
             "namespace": self.namespace,

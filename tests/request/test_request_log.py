@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 
 import pytest
 
@@ -52,6 +53,14 @@ def test_deleting_a_session_removes_its_records_and_all_quotes() -> None:
     assert "secret" not in str(records)  # another session's record may quote the deleted one
     log.add(RequestState("new").record("model", Outcome(Kind.DIVERGE, 9, divergence=quote)))
     assert "secret" in str(log.records()[0])
+
+
+def test_a_record_has_the_time_of_arrival_although_the_request_waits() -> None:
+    before_s = time.time()
+    state = RequestState()
+    arrived_s = time.time()
+    time.sleep(0.01)  # the request waits for memory
+    assert before_s <= state.record("m", Outcome(Kind.MISS, 9))["received"] <= arrived_s
 
 
 def test_the_time_of_the_first_token_is_added_to_its_record() -> None:
