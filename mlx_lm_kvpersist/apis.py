@@ -39,7 +39,7 @@ class Usage(NamedTuple):
 class ReplyFormat(Protocol):
     """Makes the events of an API from the parts of one reply.
 
-    `wait` is called on the clients' thread, other methods on the HTTP thread; never two at once.
+    `wait` is called on the clients' thread, other methods on the HTTP thread; no calls overlap.
     """
 
     @property

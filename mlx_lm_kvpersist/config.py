@@ -32,7 +32,7 @@ LEAST_BYTES = 128 << 20
 """The least value that --kvpersist-memory accepts."""
 MAX_LOSS_S = 2.0
 """After kill -9, a conversation with windows or recurrent layers computes at most this number of
-seconds again: a checkpoint that takes longer to compute is written at once."""
+seconds again: a checkpoint that takes longer to compute is not postponed."""
 MIN_PREFILL_BYTES = GIB // 2
 """A chunk of a prompt may take this much memory, or a sixteenth of the device's if that is more."""
 KV_BITS = {

@@ -232,7 +232,7 @@ def alone() -> Iterator[None]:
 
 
 def end(why: str) -> NoReturn:
-    """End this process at once, with one line; the processes of the other ranks end with it."""
+    """End this process immediately, with one line; the processes of the other ranks end with it."""
     with suppress(OSError):  # the reader of stderr may have ended
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"kvpersist: {why}\n".encode())
     os._exit(1)

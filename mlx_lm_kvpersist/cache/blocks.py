@@ -55,7 +55,7 @@ _ROOM_BYTES = 16 << 20
 """Bytes of buffers to make together. On a CPU, new memory takes up to two milliseconds per MiB."""
 
 _SPARE_SHARE = 16
-"""Joining all pieces at once may take 1/16 of the cache's bytes in addition to the cache."""
+"""Joining all pieces together may take 1/16 of the cache's bytes in addition to the cache."""
 
 CANARY_TOKENS = 8
 """For each run of this number of tokens, the canary uses the median difference."""
@@ -113,10 +113,10 @@ def copy_state(spec: ModelCacheSpec, caches: Sequence[Any]) -> dict[str, mx.arra
 def copy_newest(
     groups: Sequence[LayerGroup], caches: Sequence[Any], n_tokens: int
 ) -> dict[str, mx.array]:
-    """Return the newest tokens, up to `n_tokens`, as evaluated copies in full precision.
+    """Return the tokens from the last multiple of `GRID` up to position `n_tokens`.
 
-    The result is {} if `n_tokens` is a multiple of `GRID`, or if a cache no longer has all of
-    these tokens in full precision.
+    The arrays are evaluated copies in full precision. The result is {} if `n_tokens` is a multiple
+    of `GRID`, or if a cache no longer has all of these tokens in full precision.
     """
     start, slots = n_tokens - n_tokens % GRID, slots_of(caches)
     quantized = [slot for group in groups if group.precision for slot in group.slots]
@@ -200,7 +200,7 @@ class Joiner:
     Every slot of kind `FULL` gets its own buffers with room for `n_room` tokens. `windows` maps
     each window to the number of tokens that will be added for it. Pieces must fit the spec
     (`arrays_fit`) and be added in the order of their tokens. If `whole`, all pieces are in RAM, and
-    `finish` joins them at once, in fewer and larger operations.
+    `finish` joins them together, in fewer and larger operations.
     """
 
     def __init__(
@@ -328,7 +328,7 @@ class _Buffers:
         mx.eval(self.arrays)
 
     def join(self) -> None:
-        """Make each buffer from all pieces at once, the largest buffer first.
+        """Make each buffer from all pieces together, the largest buffer first.
 
         The slots are joined in stacks as large as memory allows, because large copies are faster.
         """
@@ -439,7 +439,7 @@ def _medians(group: LayerGroup, old: Sequence[Fields], new: Sequence[Fields]) ->
 def _stacked(group: LayerGroup, slots: Sequence[Any], start: int, stop: int) -> list[Fields]:
     """Return keys and values of tokens [start, stop), each [slots, H, n, D], lazy.
 
-    All slots are stacked at once: separate reads would take a thousand operations.
+    All slots are stacked together: separate reads would take a thousand operations.
     """
     caches = [slots[number] for number in group.slots]
     by_slot = [kind_of(cache).tokens(cache, start, stop) for cache in caches]

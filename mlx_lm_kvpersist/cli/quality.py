@@ -30,7 +30,7 @@ REFERENCE = "16"
 
 _MIN_TOKENS = 64
 _WINDOW, _STRIDE = 1024, 512
-"""Tokens that the model sees at once (a window), and tokens between the starts of windows."""
+"""Tokens that the model sees in one call (a window), and tokens between the starts of windows."""
 _REPLY_TOKENS = 24
 _TOOL_TOKENS = 64
 _TOOL_CHARS = 3000

@@ -150,7 +150,7 @@ class PrefillLimits:
     """The limits of the chunks in which prompts are computed.
 
     `max_stall_s` is how long a reply may wait for its next token while prompts are computed.
-    `most_tokens(position)` is how many tokens may be computed at once after `position` tokens.
+    `most_tokens(position)` is how many tokens a chunk may have after `position` tokens.
     If prompts may be computed together, each call of the model pads them to at least `least_width`
     tokens, but not beyond position `n_positions`. `max_unused_bytes` is how much freed memory MLX
     may keep for the next chunk. `pace` learns the speed from every chunk; plugins may read it, too.

@@ -1,7 +1,9 @@
 """From a prompt to restored caches: match the prompt, read the stored blocks, join and check them.
 
-The HTTP thread of a request makes a `Lookup` before the request is queued. The generation thread
-restores the caches.
+The HTTP thread of a request usually makes a `Lookup` before the request is queued. The generation
+thread makes the other lookups: for prompts with images, for prompts that arrived before their model
+was loaded, for requests that begin again, for draft models, and on ranks above 0. The generation
+thread restores the caches.
 
 If the store raises an exception, the caller catches it, and the prompt is computed. The store
 verifies checksums, the lookup verifies shapes, and the canary verifies values.
@@ -46,7 +48,7 @@ MIN_STEPWISE_BYTES = 64 << 20
 """Fewer bytes are joined at once: joining them takes only one or two steps of replies."""
 
 MAX_MATCHED_TOKENS = 2048
-"""The generation thread matches a longer prompt only by its ids, and does not splice it."""
+"""If the store has changed, a longer prompt is matched again only by its ids, without a splice."""
 
 _LOOK_S = 0.1
 """The seconds after which a restore checks again whether its client has left."""
@@ -54,7 +56,7 @@ _LOOK_S = 0.1
 
 @dataclass(frozen=True, eq=False)
 class StoredPrefix:
-    """A prompt, and how many of its first ids will be restored (`n_tokens`).
+    """A prompt, and how many of its first ids to restore at most (`n_tokens`).
 
     The model reads `prompt`. `reason` and `detail` say why no more tokens are used.
     """
@@ -256,7 +258,7 @@ class Lookup:
         return self._steps is not None or self._reuse is not None
 
     def advance(self, seconds: float) -> bool:
-        """Restore for `seconds`, once the prefetch has ended; return whether all is restored."""
+        """After the prefetch, restore for `seconds`; return whether the request may enter."""
         is_read = self._prefetch is None or self._prefetch.finished
         if self.model.ranks.are_several:
             return is_read  # all ranks restore together, when the request enters
@@ -277,8 +279,9 @@ class Lookup:
     def restore(self, is_gone: Callable[[], bool] = lambda: False) -> Reuse:
         """Load the stored tokens into caches, as far as blocks can be read.
 
-        O(blocks), plus MLX's work on each block. Raises ClientGone if `is_gone` returns True
-        between two steps, or if the lookup was closed.
+        O(blocks), plus MLX's work on each block. With one rank, raises ClientGone if `is_gone`
+        returns True or the lookup was closed; this is checked every 0.1 s. Several ranks always
+        finish, because no rank may stop alone.
         """
         if self._prefetch is not None:
             self._prefetch.stop()  # this thread reads the remaining blocks faster
@@ -387,7 +390,7 @@ class Lookup:
         came from a lower tier. If a record is unusable, adds its key to `lost` and returns None.
 
         in_steps: replies run between the steps, so each step must be short. Otherwise blocks that
-        are all in RAM are joined at once, which takes less time.
+        are all in RAM are joined together, which takes less time.
         """
         spec, store, needed = self.model.spec, self._store, point.needed
         n_read: Counter[int | str] = Counter()
@@ -474,7 +477,8 @@ def tokens_to_reuse(
 ) -> tuple[int, Reason | None]:
     """Return `n_tokens`, or 0 and the reason if restoring would be slower than computing.
 
-    `match` diverges after these tokens. O(blocks).
+    `match` diverges after these tokens. Fewer than `MIN_TOKENS` are never restored; then the result
+    is 0 without a reason. O(blocks).
     """
     if n_tokens < MIN_TOKENS:
         return 0, None  # so few tokens are a template's first words

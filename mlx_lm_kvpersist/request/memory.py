@@ -34,7 +34,8 @@ POOL_SHARE = 8
 MORE = 64
 """The account counts this number of further tokens: steps before the next `weigh`, and drafts."""
 GROWTH = 512
-"""A sequence begins only if memory also has room for this number of further tokens."""
+"""A sequence begins only if memory also has room for this number of further tokens of each running
+sequence and of the new sequence."""
 MOST_PASSED = 8
 """At most this number of smaller requests may begin before an older request that waits."""
 NEEDED_ABOVE = 0.5

@@ -1,6 +1,6 @@
-"""The model that the server has loaded: its caches, the text of its tokens, and its speed.
+"""The model that the server has loaded: its cache spec, the text of its tokens, and its speed.
 
-Generation thread.
+The generation thread loads the model and saves sequences. Any thread may read.
 """
 
 from __future__ import annotations
@@ -67,14 +67,18 @@ class Speed:
     pace: Pace = field(default_factory=Pace)
     rates: dict[str, float] = field(default_factory=dict)
     n_positions: float = math.inf
-    """The number of positions for which the model has embeddings."""
+    """The most positions that the model is made for (`position_limit`); infinite if unknown."""
 
     def limits(
         self,
         max_stall_s: float,
         stepped: Callable[[int, float | None], None] = lambda n_replies, seconds: None,
     ) -> PrefillLimits | None:
-        """Return the limits for computing prompts; a reply waits for `max_stall_s` at most."""
+        """Return the limits for computing prompts; a reply should wait for at most `max_stall_s`.
+
+        The wait can be longer, because a chunk has at least 32 tokens. Return None if prompts are
+        computed as in stock.
+        """
         if (memory := self.memory) is None:
             return None
         return PrefillLimits(
@@ -166,7 +170,11 @@ class LoadedModel:
         cache_type: str,
         store: BlockStore,
     ) -> int:
-        """Store the prefix that `caches` hold; return the number of stored tokens."""
+        """Save the first tokens, as many as `caches` hold; return the number of these tokens.
+
+        Fewer tokens may be stored: `Saver.save` says which blocks are saved. The result is 0 if
+        the caches cannot be saved.
+        """
         n_cached = n_cached_tokens(self.spec, caches)
         n_tokens = len(tokens) if n_cached is None else min(len(tokens), n_cached)
         if not self.spec.any_prefix and n_cached not in (None, n_tokens):
@@ -187,7 +195,7 @@ class LoadedModel:
 
 
 def load_model(provider: Any, options: ModelOptions) -> LoadedModel:
-    """Return the provider's model with its caches, fingerprint and speed, and its draft model.
+    """Return the provider's model with its cache spec, fingerprint, speed and draft model.
 
     provider: has `model`, `tokenizer` and `model_key`, like mlx-lm's ModelProvider. Raises OSError,
     and ModelNotSupported if the model's conversations cannot be stored.

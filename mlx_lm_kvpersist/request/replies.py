@@ -1,4 +1,4 @@
-"""A reply that a client sends back is fed as the ids that the model produced.
+"""Feed replies that clients send back as the ids that the model produced, if a rule allows it.
 
 The rule: the model reads, byte for byte, the prompt that the template renders from the
 conversation. There is one exception. A reply may be fed as the model's own ids, if

@@ -1,6 +1,6 @@
 """Save the tokens of a request as blocks and checkpoints, and find the records to restore.
 
-Generation thread.
+Generation thread; any thread may call `find`.
 
 A model with windows or recurrent layers can resume only at a checkpoint. A checkpoint has the
 states, and the last tokens of the windows. Checkpoints are at the ends of the system prompt, of the
@@ -41,13 +41,14 @@ from ..store.records import Leaf
 from .outcome import Reason
 
 STATE = "state"
-"""The `kind` of the record that every checkpoint has."""
+"""The `kind` of a state. `CheckpointSaver` saves a state at each position to resume from."""
 
 MAX_CHECKPOINTS = 6
 """A chain keeps its first checkpoint and this many of its newest: two per turn, for 3 turns."""
 
 N_SAFE = 2
-"""A chain also keeps this many of its newest checkpoints that a kill does not lose (`is_safe`)."""
+"""A chain also keeps this many of its newest checkpoints that are stored below RAM, or wait to be
+written (`BlockStore.is_safe`)."""
 
 MAX_BRANCHES = 4
 """For this many forks with other conversations, the last checkpoint before each is also kept."""
@@ -140,7 +141,7 @@ class Saver:
 
     @property
     def granule(self) -> int:
-        """If no block is missing, fewer than this many of the matched tokens are computed again."""
+        """If no record is missing, all matched tokens up to a multiple of this are restored."""
         return BLOCK_TOKENS if self.spec.quantized else 1
 
     def find(
@@ -341,7 +342,7 @@ class CheckpointSaver(Saver):
     def _loss_s(
         self, chain: Sequence[Block], stored: Stored, store: BlockStore, cache_type: str
     ) -> float:
-        """Return the seconds of computing, since the last safe checkpoint, that a kill would lose.
+        """Return the seconds to compute all tokens after the last safe checkpoint again.
 
         Infinite if the speed is unknown, and for the first checkpoint that is not temporary,
         because other conversations share it. Earlier temporary checkpoints count only if the new
@@ -405,7 +406,7 @@ class CheckpointSaver(Saver):
     def superseded(
         self, sequence: RunningSequence, stored: Stored, store: BlockStore
     ) -> list[Checkpoint]:
-        """Return the `stored` windows and states to delete, because no kept checkpoint needs them.
+        """Return the unneeded windows and states in `stored`, and those of abandoned replies.
 
         The first checkpoint is kept, because other conversations share it. The newest are kept,
         too. Where another session ends in the chain, the last checkpoint before this end is kept.

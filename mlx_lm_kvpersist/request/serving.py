@@ -1,7 +1,7 @@
 """Requests for the loaded model: their states, and their work from the lookup to the save.
 
-Generation thread, except `await_interrupted`, `fetch`, `look_up`, `finish` and `remember` of
-`Serving`.
+Generation thread. HTTP threads use `RequestState`, and call `await_interrupted`, `fetch`,
+`look_up`, `finish` and `remember` of `Serving`. To count tokens, they make a `ServedRequest`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class RequestState:
     """The root of the tree that the request's tenant may see, once the model is loaded."""
     messages: Sequence[dict[str, Any]] = field(default=(), repr=False)
     rendered: Prompt | None = field(default=None, repr=False)
-    """The prompt that was looked up."""
+    """The prompt that `look_up` or `resume` got, before `retokenize`."""
     digest: tuple[int, str] | None = field(default=None, repr=False)
     """The size in bytes and the digest of the text that the model reads, if known."""
     fetched: str = ""
@@ -108,9 +108,10 @@ class RequestState:
     sent: dict[str, Any] | None = field(default=None, repr=False)
     """The reply as sent to the client, once the reply is complete. HTTP thread."""
     produced: tuple[Sequence[int], Sequence[int]] | None = field(default=None, repr=False)
-    """The ids of the prompt and of the reply, once the reply has ended. Generation thread."""
+    """The ids of the prompt and of the reply, once the reply has ended, for `remember`."""
     is_saved: Event | None = field(default=None, repr=False)
-    """Set when the ended reply was handed to the store; None if stock serves the prompt."""
+    """Set when the ended reply was handed to the store. None until the request enters the batch,
+    and if stock serves the request."""
     remembered: frozenset[bytes] = field(default=frozenset(), repr=False)
     """The keys by which the ids of the reply are found."""
 
@@ -339,7 +340,8 @@ class Serving:
     def finish(self, state: RequestState) -> None:
         """Before a reply's last part is sent, wait for earlier parts to be on disk. HTTP thread.
 
-        A kill then loses at most one block of the prompt and the last block of the reply.
+        Unless the wait ends after `LAST_PART_S`, a kill then loses at most one block of the prompt,
+        the last block of the reply, and postponed checkpoints.
         """
         ends_s = time.monotonic() + LAST_PART_S
         is_saved = state.is_saved is not None and state.is_saved.wait(LAST_PART_S)

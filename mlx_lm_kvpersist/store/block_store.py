@@ -56,7 +56,7 @@ class RamFirst:
 
 
 class BlockStore:
-    """Blocks and checkpoints by key, in tiers. The generation thread reads and commits them."""
+    """Blocks and checkpoints by key, in tiers, for HTTP threads and the generation thread."""
 
     def __init__(self, folder: Path, limits: StoreLimits, encryption: Encryption = PLAIN) -> None:
         self.folder = folder
@@ -226,7 +226,7 @@ class BlockStore:
             self.writer.postpone(keys[-1], later_task, has_ended=commit.leaf is not None)
 
     def _lacking(self, commit: Commit, chain: Sequence[Block]) -> list[Block]:
-        """If a tier is below the disk, return the blocks that it lacks before a commit."""
+        """If a tier is below the disk, return the chain's earlier blocks that the disk lacks."""
         if len(self.below) == 1 or not commit.blocks:
             return []
         before = (block for block in reversed(chain) if block.start < commit.blocks[0].start)

@@ -1,6 +1,6 @@
 """The SQLite file of the index: connections, tables, and checks for damage.
 
-Each thread closes its own connection: if another thread closed it, SQLite would crash.
+A connection is closed only while no other thread uses it: otherwise SQLite would crash.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The store on disk: files and an index, within budgets. One process changes it at a time.
 
-index.sqlite      the content of the files, quick to query; can be rebuilt from them
+index.sqlite      the files' metadata, for quick queries, and some data that no file has
 blocks/ab/        a safetensors file for each block whose file name begins with ab
 checkpoints/ab/   the same for checkpoints, which may be evicted before their blocks
 sessions/         a JSON file for each session with a name or a pin
@@ -380,7 +380,11 @@ class DiskStore:
     # Sessions.
 
     def session_of(self, commit: Commit) -> tuple[Commit, Session | None]:
-        """Return the commit and its session. The commit may then replace the session's tail."""
+        """Return the commit and its session.
+
+        If an interrupted turn has saved a longer block than the session's last block, the returned
+        commit replaces the last block (`Index.passed_tail`).
+        """
         now, leaf = self.index.now(), commit.leaf
         if leaf is None or not leaf.is_session:
             return commit, None
@@ -449,7 +453,7 @@ class DiskStore:
             return changed
 
 
-# Rebuild an index from the metadata of the files. All new rows appear at once: an interrupted
+# Rebuild an index from the metadata of the files. All new rows appear together: an interrupted
 # rebuild leaves the old index or none. With an incomplete index, a sweep would remove good files.
 
 

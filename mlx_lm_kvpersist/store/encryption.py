@@ -5,9 +5,10 @@ in Galois/Counter Mode, with the tag at the end (NIST SP 800-38D). The tag also 
 object's name. The nonce is random, 96 bits (section 8.2.2), so one key may encrypt 2**32 objects
 (8.3). An object is encrypted and decrypted in one piece, at most 2 GiB.
 
-One key for each purpose is derived from the key in the key file (HKDF with SHA-256, RFC 5869). An
-object in a shared store is named by the HMAC-SHA256 of its key. A file in a store's folder is named
-by its record's key, encrypted as one block of AES-256. SQLCipher encrypts every page of the index
+One key for each purpose is derived from the key in the key file (HKDF with SHA-256, RFC 5869).
+Blocks, checkpoints and conversations have keys of another kind, which are hashes (`block_key`). An
+object in a shared store is named by the HMAC-SHA256 of this hash. A file in a store's folder is
+named by this hash, encrypted as one block of AES-256. SQLCipher encrypts every page of the index
 and its log with AES-256, and authenticates it (https://www.zetetic.net/sqlcipher/design).
 """
 

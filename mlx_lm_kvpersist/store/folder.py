@@ -1,4 +1,4 @@
-"""The plugin's own files in a folder: the only module that opens, moves or removes them.
+"""The plugin's own files in a folder. No other module moves or removes these files.
 
 A regular file is the plugin's own if its path below the folder matches `_FORMS` and contains no
 link. No other file is moved, removed or counted. The folder itself may be reached through a link.

@@ -322,10 +322,11 @@ class Index(Rows):
         return max(sessions, key=lambda session: session.n_tokens, default=None)
 
     def passed_tail(self, commit: Commit) -> tuple[bytes, bytes] | None:
-        """Return the keys of the tail of a session of the commit's name, and of a longer block.
+        """Return the keys of a session's last block, and of a longer block in the commit's chain.
 
-        The longer block is in the commit's chain and begins with the tail's tokens. An interrupted
-        turn has saved it, without moving the session. Only the newest sessions are searched.
+        The session has the commit's name. The longer block begins with the tokens of the session's
+        last block. An interrupted turn has saved the longer block, without moving the session. Only
+        the newest sessions are searched.
         """
         root, leaf = commit.root.key, commit.leaf
         assert leaf is not None

@@ -193,8 +193,8 @@ class TimedObjects:
     """`Objects` with a time limit, because an operation may hang.
 
     Raises the errors of `Objects`, and NoAnswer if an operation takes longer than `ANSWER_S`. Then
-    all operations raise NoAnswer at once, until that operation ends or `try_again` is called. The
-    constructor opens the bucket or folder, and raises ConfigError if it cannot be used.
+    all operations raise NoAnswer immediately, until that operation ends or `try_again` is called.
+    The constructor opens the bucket or folder, and raises ConfigError if it cannot be used.
     """
 
     def __init__(self, objects: Objects) -> None:

@@ -147,7 +147,7 @@ class BlockPool:
             return present
 
     def unwritten(self, key: bytes) -> list[Block]:
-        """Go back from a block while blocks are only in RAM; return them in the chain's order."""
+        """Return the last blocks of the chain up to `key` that are only in RAM, in order."""
         blocks: list[Block] = []
         with self.lock:
             while (entry := self._entries.get(key)) is not None and not entry.is_stored:
@@ -158,7 +158,7 @@ class BlockPool:
         return blocks[::-1]
 
     def pin(self, keys: Iterable[bytes], *, prefetch: bool = False) -> list[KVBlock]:
-        """Keep the pool's entries for these keys until `unpin`; return them.
+        """Pin the pool's entries for these keys until `unpin`; return the entries.
 
         A stored entry that only commits pin may still be evicted as a last resort.
         """
@@ -209,7 +209,10 @@ class BlockPool:
                 self.remove(key)
 
     def drop_beginnings(self, block: Block) -> None:
-        """Remove spare blocks with the first tokens of a block: prompts ended in them."""
+        """Remove the spare blocks (`is_spare`) that consist of the first tokens of `block`.
+
+        Such blocks remain after prompts that ended inside `block`.
+        """
         with self.lock:
             for beginning in beginnings(block, self):
                 if self.is_spare(beginning.key):
@@ -395,7 +398,7 @@ class Reader:
         return entry
 
     def load_all(self, wanted: Sequence[Record], root: Root) -> Iterator[KVBlock | None]:
-        """Yield what `load` returns for each record, in order. Several records are read at once."""
+        """Yield what `load` returns for each record, in order. Records are read in parallel."""
         tasks = (partial(self.load, block, root) for block in wanted)
         if sum(self.pool.get(block.key) is None for block in wanted) < 2:
             yield from (task() for task in tasks)

@@ -39,7 +39,7 @@ class KVBlock:
     """A block or checkpoint in RAM, and its KV arrays.
 
     `is_stored`: a tier below RAM has it, too. `pins` counts the waiting commits that contain it.
-    `prefetched` counts the prompts for which it was read in advance. It was read from `tier` in
+    `prefetched` counts the pins of prompts that will restore it. It was read from `tier` in
     `read_s` seconds; a successful restore resets both. `used` grows with each use.
     `place`, in the order of eviction, is None while the entry must stay.
     """
@@ -91,11 +91,11 @@ class Leaf:
 class Commit:
     """A change of the store, made completely or not at all: a turn, part of a prompt, or replies.
 
-    A record stays pinned in the pool until it is on disk. `blocks` are in order. The leaf is the
-    end of the last block; without a leaf, the turn has not ended. `checkpoints` belong to these
-    blocks, or to blocks on disk. `superseded` checkpoints are removed afterwards. `replies` has
-    JSON with the ids and text of replies (request/replies.py), by digest of the messages. The
-    prompt of these replies was rendered from `messages`.
+    Its records stay pinned in the pool until the commit is on disk, has failed or is dropped.
+    `blocks` are in order. The leaf is the end of the last block; without a leaf, the turn has not
+    ended. `checkpoints` belong to these blocks, or to blocks on disk. `superseded` checkpoints are
+    removed afterwards. `replies` has JSON with the ids and text of replies (request/replies.py), by
+    digest of the messages. The prompt of these replies was rendered from `messages`.
     """
 
     root: Root

@@ -48,9 +48,10 @@ MOST_ATTEMPTS = 3
 CLOSING_S = 2.0
 _N_TURNS = 256
 N_AHEAD = 6
-"""The most objects fetched at once. The first is fetched alone, to arrive sooner."""
+"""The most objects fetched at the same time. The first is fetched alone, to arrive sooner."""
 MOST_LOSS = 0.06
-"""A useless fetch may cost a prompt this share of its computing time, within these bounds:"""
+"""A useless fetch may cost a prompt this share of its computing time, but at least `LEAST_LOSS_S`
+and at most `MOST_LOSS_S`."""
 LEAST_LOSS_S, MOST_LOSS_S = 0.02, 2.0
 SLOW_S, MOST_SLOW_S = 30.0, 1800.0
 """How long a slow store is skipped, at first and at most."""
@@ -433,7 +434,7 @@ class SharedTier:
         return self.objects.is_seen(key)
 
     def remove(self, key: bytes, reason: str | None = None) -> None:
-        """Let a bad block be replaced when this server computes it again."""
+        """Treat a record as missing. A bad record is replaced when this server puts it again."""
         self.objects.forget(key, is_bad=reason is not None)
 
     def fetch(self, wanted: Wanted) -> str:

@@ -32,7 +32,7 @@ Content = TypeVar("Content")
 ASK_AGAIN_S = 86400.0
 """The server asks for an object again after a day, because another server may have pruned it."""
 RENEW_S = 3 * 86400.0
-"""An object in use is written again after three days: pruning removes only unused objects."""
+"""An object in use is put again after three days, because pruning removes the oldest objects."""
 _MAX_LAYOUT_BYTES = 1 << 16
 _MAX_KEYS = 50_000
 """The most keys in a table; a full table is cleared."""

@@ -41,11 +41,13 @@ class StoredSessions:
     def describe(
         self, find: str = "", skip: int = 0, *, by_size: bool = False, with_text: bool = False
     ) -> dict[str, Any]:
-        """Return the sessions that contain `find`, after the first `skip`, and their `total`.
+        """Return up to `SHOWN` sessions that match `find`, after the first `skip`, and a `total`.
 
-        The most recently used sessions come first, or the largest sessions if `by_size`. Blocks and
-        bytes are those of the whole chain on disk. `used` and `created` are seconds since the
-        epoch. Conversations are quoted and searched only if `with_text`.
+        A session matches if its id, name, title, client or first words contain `find`. `total` is
+        the number of all matching sessions. The most recently used sessions come first, or the
+        largest sessions if `by_size`. Blocks and bytes are those of the whole chain on disk. `used`
+        and `created` are seconds since the epoch. First words are shown and searched only if
+        `with_text`.
         """
         pool = self._store.pool
         with _readable(), self._store.index.asked_once() as index:

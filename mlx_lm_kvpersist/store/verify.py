@@ -76,7 +76,11 @@ def find_problems(
 
 
 def fix_problems(disk: DiskStore, problems: list[Problem]) -> None:
-    """Remove faulty records and the records that need them; bad files go to quarantine."""
+    """Rebuild a wrong index, move bad files to quarantine, and remove unreachable records.
+
+    Rows without files, files without rows, and sessions without their last block are removed, too.
+    A session's wrong file is written again. Files that cannot be read now stay.
+    """
     with disk.lock.held():
         if any(problem.fault in (Fault.MISMATCH, Fault.INDEX) for problem in problems):
             # First, because a damaged row may not name its files, which would stay.

@@ -30,7 +30,7 @@ MAX_AGE_S = 5.0
 POSTPONE_S = 30.0
 MOST_TASKS = 10_000
 ABANDON_S = 300.0
-"""A prompt without a reply for this long counts as abandoned: its checkpoints are written."""
+"""If a reply has not ended after this time, the postponed checkpoints of its prompt are written."""
 MOST_TOGETHER_BYTES = 64 << 20
 """Waiting turns are saved together, up to this size."""
 GATHER_S = 0.25
@@ -120,9 +120,10 @@ class Writer:
     `save` is called with the waiting turns, the waiting notes, or one other commit. Turns and notes
     wait `GATHER_S` for more, unless an action, a caller, or over half of `max_bytes` waits.
 
-    At most `max_bytes` of blocks and checkpoints wait. If more come, no request waits: the oldest
-    commit that a later commit contains is dropped. If there is none, the oldest commit is dropped,
-    but the newest only if `_fits` refuses it. In addition, half of `max_bytes` may be postponed.
+    If more than `max_bytes` of blocks and checkpoints wait, commits are dropped, because no request
+    may wait for the disk. The oldest commit that a later commit contains is dropped first. If there
+    is no such commit, the oldest commit is dropped. The newest commit is dropped only if `_fits`
+    refuses it. In addition, half of `max_bytes` may be postponed.
     """
 
     def __init__(self, max_bytes: int, save: Callable[[Sequence[Task]], object]) -> None:
@@ -186,9 +187,10 @@ class Writer:
                 self._changed.notify_all()
 
     def submit_commit(self, newest: Task) -> int:
-        """Queue a commit; return how many turns, including its own, are lost for it.
+        """Queue a commit; return how many turns are lost because too much waits.
 
-        A dropped turn that a later commit contains is not lost.
+        The commit's own turn may be one of these. A dropped turn that a later commit contains is
+        not lost.
         """
         victims: list[Task] = []
         n_lost = 0
@@ -247,7 +249,8 @@ class Writer:
     def postpone(self, end: bytes, task: Task, *, has_ended: bool) -> None:
         """Postpone the commit of a conversation that ends in `end`; it can still be withdrawn.
 
-        The delay is much longer until the reply `has_ended`: the reply will continue from `end`.
+        While the reply still runs, the commit waits longer: the reply continues from `end`, and its
+        own commit will probably withdraw this commit.
         """
         task.due_s = self.now() + (POSTPONE_S if has_ended else ABANDON_S)
         with self._changed:

@@ -1,1 +1,4 @@
-"""Classes, shapes and groups of a model's caches, found by tracing the model, never by its name."""
+"""The geometry and precision of a model's caches, the model's fingerprint, and known facts.
+
+A trace of the model gives the geometry. Facts are listed by architecture.
+"""

@@ -34,7 +34,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def model_fingerprint(model_path: Path, adapter_path: Path | None) -> str:
-    """Return a hex digest that two models share only if equal ids give equal KV in both.
+    """Return a hex digest of all files of a model, and of its adapter, that determine its KV.
 
     Large files are sampled: `content_hash` says which changes are noticed. Raises OSError, and
     ModelNotSupported if a folder has no config or no weights, or the config is not JSON.
@@ -83,7 +83,7 @@ def local_path(model: str) -> Path:
 
 
 def content_hash(path: Path) -> str:
-    """Return a hash of a file, in a time that does not depend on its size.
+    """Return a hash of a file. Of a large file, only the header and samples are read.
 
     In a Hugging Face hub cache, a large file is a link to `blobs/<sha256>`; the hash is this name.
     The hash of any other file up to 16 MiB is the hex xxh3_128 of its content. The hash of a larger

@@ -1,7 +1,8 @@
 """The cache classes of mlx-lm, one entry each: how a slot is read, filled and continued.
 
-Code that stores or restores caches uses their internals only through this module. A CacheList is
-taken apart: its leaves, in order, are the slots. Generation thread.
+Code that stores or restores caches uses their internals only through this module. The canary
+(`canary_difference`) is an exception: it also writes into a cache's buffers. A CacheList is taken
+apart: its leaves, in order, are the slots. Generation thread.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class GroupKind(Enum):
     """Which prefixes a group's caches can be restored to."""
 
     FULL = "full"
-    """Any prefix: the cache holds every token."""
+    """The cache holds every token. In full precision: any prefix. Quantized: multiples of 256
+    tokens, and prefixes whose newest tokens are stored in full precision."""
     SLIDING = "sliding"
     """A prefix whose last window of tokens is stored."""
     RECURRENT = "recurrent"
@@ -156,7 +158,8 @@ def most_taken_back(caches: Sequence[Any]) -> int:
     """Return the most tokens that a call may append if `trim` must be able to remove all of them.
 
     Pass the caches before that call, because the call may fill a window, which then cannot be
-    trimmed. The result is at most `pk.GRID`. It is 0 for states, full windows and unknown classes.
+    trimmed. The result is at most `pk.GRID`. It is 0 for states, full windows, each ChunkedKVCache
+    and unknown classes.
     """
     counts = []
     for slot in slots_of(caches):

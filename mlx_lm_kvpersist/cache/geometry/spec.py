@@ -5,7 +5,7 @@ Then our caches replace them, and a forward pass shows whether the model's code 
 
 Shapes do not show all facts. `python -m models_check --facts write` evaluates a tiny model of every
 architecture of mlx-lm and writes the other facts to `architectures.json`. CI fails if this file is
-outdated. Generation thread.
+outdated. The generation thread traces the model; any thread may read the result.
 """
 
 from __future__ import annotations
@@ -156,9 +156,9 @@ class ModelCacheSpec:
         return sum(group.full_precision_bytes for group in self.quantized)
 
     def is_unfinished(self, n_tokens: int) -> bool:
-        """Whether a block of `n_tokens` tokens is stored in full precision.
+        """Whether a block of `n_tokens` tokens is unfinished, and thus stored in full precision.
 
-        Models with windows or states have no such block: their blocks end at checkpoints.
+        Models with windows or states have no unfinished block: their blocks end at checkpoints.
         """
         return self.any_prefix and n_tokens < GRID
 
@@ -177,7 +177,7 @@ class ModelCacheSpec:
 
     @cached_property
     def any_prefix(self) -> bool:
-        """Whether all groups are full: any prefix can be continued without a checkpoint."""
+        """Whether all groups are full: then sequences continue from blocks, without checkpoints."""
         return not self.sliding and not self.recurrent
 
     @cached_property
@@ -198,7 +198,7 @@ class ModelCacheSpec:
 
     @cached_property
     def bytes_per_token(self) -> int:
-        """Bytes of a token in the full groups, live and on disk."""
+        """Bytes of a token in the full groups, after quantized groups have quantized the token."""
         return sum(group.bytes_per_token for group in self.full)
 
     @cached_property
@@ -339,7 +339,8 @@ def spec_with(model: Any, groups: Sequence[LayerGroup]) -> ModelCacheSpec:
 def position_limit(model: Any) -> int | None:
     """Return the number of positions that a model has, or None if it is not known.
 
-    Later positions must not be computed: MLX would read beyond the table of position embeddings.
+    Later positions must not be computed: if the model has a table of position embeddings, MLX would
+    read beyond this table.
     """
     limits = [getattr(getattr(model, "args", None), name, None) for name in _POSITIONS]
     return min((limit for limit in limits if isinstance(limit, int)), default=None)

@@ -452,7 +452,7 @@ class PackedCache(Buffers):
 
 
 def _by_rows(values: Sequence[_Value]) -> Iterator[tuple[slice, _Value]]:
-    """Yield the rows with their values: all rows at once if the values are equal."""
+    """Yield the rows with their values: all rows together if the values are equal."""
     if len(set(values)) == 1:
         yield slice(None), values[0]
         return

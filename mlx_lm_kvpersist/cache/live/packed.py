@@ -1,9 +1,9 @@
 """Arithmetic on quantized keys and values: rotate, quantize, append, read.
 
-A `Packed` is what `mx.quantize` returns for an array [B, H, T, W]: weights uint32 [B, H, T, W *
-bits / 32], then scales and biases [B, H, T, W / group size] in `scale_dtype`. Zeros in all three
-stand for zeros. W is the size of a head, D, plus the padding to whole groups. `each` and the
-functions that use it also accept one array in full precision.
+A `Packed` has the three arrays that `mx.quantize` returns for an array [B, H, T, W]: weights uint32
+[B, H, T, W * bits / 32], then scales and biases [B, H, T, W / group size], converted to
+`scale_dtype`. Zeros in all three stand for zeros. W is the size of a head, D, plus the padding to
+whole groups. `each` and the functions that use it also accept one array in full precision.
 """
 
 from __future__ import annotations

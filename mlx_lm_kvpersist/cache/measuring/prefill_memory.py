@@ -20,7 +20,7 @@ from ..live.attention import backend
 from ..live.packed import GRID, capacity
 
 MIN_CHUNK = 32
-"""The number of tokens that may always be computed at once, even if memory is short."""
+"""The number of tokens that may always be computed in one chunk, even if memory is short."""
 
 CHECKPOINT_EVERY = 2048
 """Tokens of a prompt between two checkpoints of a model with windows or states."""
@@ -63,11 +63,12 @@ lowers it by a tenth of the difference."""
 class PrefillMemory:
     """Bytes that a chunk takes besides the model and the caches, and their limit.
 
-    `token_bytes` are one layer's activations, for each token. `score_bytes` are the scores of
-    attention that is not fused, for each pair of token and key. `key_bytes` are one layer's
-    dequantized keys and values, for each key, cached or new. `window` is the most cached keys that
-    a layer sees, if there is a limit. Checkpoints are made at multiples of `stops_every`, so chunks
-    end there. Only the generation thread calls `learn`; any thread may read.
+    `token_bytes` are one layer's activations, for each token. `score_bytes` are one layer's scores
+    and masks, for each pair of token and key. On a GPU, `score_bytes` are the copies of dequantized
+    keys and values if these are larger. `key_bytes` are one layer's dequantized keys and values,
+    for each key, cached or new. `window` is the most cached keys that a layer sees, if there is a
+    limit. Checkpoints are made at multiples of `stops_every`, so chunks end there. Only the
+    generation thread calls `learn`; any thread may read.
     """
 
     token_bytes: float
@@ -110,7 +111,11 @@ class PrefillMemory:
         return int(self._factor(position) * self._formula(n_tokens, position))
 
     def most_tokens(self, position: int) -> int:
-        """Return the longest chunk after `position` cached tokens that stays within the limit."""
+        """Return the longest chunk after `position` cached tokens that stays within the limit.
+
+        If the limit allows fewer tokens than `MIN_CHUNK`, the chunk exceeds the limit. A chunk ends
+        at the next multiple of `stops_every`.
+        """
         # The larger root n of peak_bytes(n, position) = limit_bytes, without a division by 0.
         n_seen = self._seen(position)
         limit_bytes = self.limit_bytes / self._factor(position)

@@ -163,7 +163,7 @@ def check_model(name: str, own: Sequence[str], loaded: str | None) -> None:
 def find_on_hub(name: str) -> None:
     """Raise an exception of the hub, or FileNotFoundError, unless a model is cached or on the hub.
 
-    If the hub cannot be reached, `snapshot_download` fails at once. One file's
+    If the hub cannot be reached, `snapshot_download` fails immediately. One file's
     download would be retried for half a minute.
     """
     if not isinstance(try_to_load_from_cache(name, "config.json"), str):

@@ -43,11 +43,11 @@ MOST_PASSED_OVER = 3
 """After this number of chunks of other prompts, the oldest prompt is computed."""
 
 MOST_DRAFTED = 32
-"""The most tokens of a draft model that are checked at once. Caches can trim this number."""
+"""The most tokens of a draft model that are checked in one call. Caches can trim this number."""
 
 
 def chunk_size(position: int, most: int) -> int:
-    """Return how many of `most` tokens are computed at once after `position` cached tokens."""
+    """Return how many of `most` tokens are computed in one chunk after `position` cached tokens."""
     size = max((size for size in CHUNKS if size <= most), default=max(most, 1))
     return size - position % ROUND if size >= ROUND else size
 

@@ -111,7 +111,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
 
         While stock serves a batch, it passes no timeout. This method then waits only before the
         batch's first step. A request that would end the batch overtakes no other request. While
-        nothing is served, the oldest request enters at once.
+        nothing is served, the oldest request enters immediately.
         """
         self._has_looked = True
         self._set_serving(timeout is None)

@@ -41,7 +41,7 @@ class ReplyQueue:
     """
 
     stops_stock = True
-    """Whether stock is told at once to end the reply; if not, the generator ends the reply."""
+    """Whether stock is told immediately to end the reply; if not, the generator ends the reply."""
 
     def __init__(self, queue: Any, request: ClientRequest) -> None:
         self._queue, self._request = queue, request
@@ -165,7 +165,7 @@ class AdmissionQueue(deque[Waiting]):
         """Remove the next request that may enter the batch now; None if a step comes first.
 
         A request that cannot join the batch blocks later requests. `begin` is called once for each
-        request that joins; if None, requests enter at once. quiet: whether no reply has begun.
+        request that joins; if None, requests enter immediately. quiet: whether no reply has begun.
         """
         gap_s, self._is_behind = QUIET_GAP_S if quiet else GAP_S, False
         for waiting in list(self):
