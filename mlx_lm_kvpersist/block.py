@@ -134,10 +134,12 @@ class Block:
 class Checkpoint:
     """The content of windows or recurrent layers at the end of the block with the key `block`.
 
-    It has a separate file, which may be evicted before the block's file. A checkpoint of the `kind`
-    "state" has the state of recurrent layers, and the newest tokens of quantized layers.
-    "window-512" is the KV of layers that see 512 tokens. `n_tokens` is how many tokens at the
-    block's end the checkpoint covers, 0 for a state.
+    It has a separate file, which may be evicted before the block's file. To resume at the block's
+    end, a model may need several: a state, and windows of this block and of earlier blocks.
+
+    A checkpoint of the `kind` "state" has the state of recurrent layers, and the newest tokens of
+    quantized layers. "window-512" is the KV of layers that see 512 tokens. `n_tokens` is how many
+    tokens at the block's end the checkpoint covers, 0 for a state.
     """
 
     folder: ClassVar[str] = "checkpoints"

@@ -69,7 +69,7 @@ class Config:
     max_stall_s: float = 0.25
     max_prefill_bytes: int = GIB
     memory_bytes: int | None = None
-    """The budget for everything except the model's weights; None: what the device leaves."""
+    """The budget for everything except the model's weights; None: see `memory.total_bytes`."""
     refuses: bool = False
     """Whether a request is refused, instead of waiting, if memory does not suffice."""
     encryption: Encryption = PLAIN

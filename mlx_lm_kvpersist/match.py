@@ -93,7 +93,7 @@ class TokenText:
         return cls(pieces, added.values())
 
     def covers(self, ids: Iterable[int]) -> bool:
-        """Whether the bytes of all tokens are known, so that their text identifies them."""
+        """Whether the bytes of all tokens are known, so that their text can be compared."""
         return all(i < 0 or i in self._pieces for i in set(ids))
 
     def control_places(self, ids: Sequence[int]) -> list[int]:
@@ -102,7 +102,10 @@ class TokenText:
         return list(compress(count(), map(controls.__contains__, ids))) if controls else []
 
     def controls(self, ids: Sequence[int], pending: bytes = b"") -> list[tuple[int, int]]:
-        """Return (characters in front, id) for each control, unknown and first image token."""
+        """Return a pair for each control token, unknown token, and first token of an image.
+
+        The pair has the number of characters before the token, and the token's id.
+        """
         controls, n_chars, start = [], 0, 0
         for place in self.control_places(ids):
             text, pending = self.feed(ids[start : place + 1], pending)
@@ -227,9 +230,11 @@ class Match:
 
     The first `n_tokens` tokens of `path` are the prompt's first `n_chars` characters. If an image
     is stored only in part, `n_tokens` excludes it, and `n_chars` includes its text. `at_end`:
-    nothing is stored after these tokens on this branch. In a match by text, the nearest stored text
-    begins with the prompt's first `n_agreed` characters, perhaps a few more than `n_chars`. Then it
-    continues with `stored_next`.
+    nothing is stored after these tokens on this branch.
+
+    In a match by text, the nearest stored text begins with the prompt's first `n_agreed` characters
+    and continues with `stored_next`. `n_agreed` may exceed `n_chars`, because the match ends at the
+    end of a token.
     """
 
     path: tuple[Block, ...]
@@ -378,9 +383,9 @@ def _steps(
 
 
 def common_prefix(content: Any, prompt: Any, position: int) -> int:
-    """Return how many items of `content` equal `prompt` from `position` on, by bisection.
+    """Return how many first items of `content` equal the items of `prompt` from `position` on.
 
-    Both are texts, bytes, or ids in tuples.
+    Both are texts, bytes, or ids in tuples. The number is found by bisection.
     """
     low, high = 0, min(len(content), len(prompt) - position)
     while low < high:
@@ -434,8 +439,8 @@ def nearest(ahead: str | bytes, find: Find) -> list[Block]:
     """Return the blocks whose text (or packed ids, for bytes) has most in common with `ahead`.
 
     In sorted order, these blocks are next to `ahead`. Only a block that is a prefix of `ahead` can
-    be further away: "ab" is before "abc" for `ahead` "abz". So the search repeats with the part
-    that the last block before `ahead` shares.
+    be further away: "ab" is before "abc" for `ahead` "abz". So the search is repeated with the
+    common beginning of `ahead` and the block that was found last.
     """
     nodes = find(">", ahead)
     key = ahead
@@ -484,7 +489,7 @@ def splice(
         if tokens.decode(stored + tail) != text:
             tail = _encode_rest(text[match.n_chars - n_chars :], tokens, encode)
     else:
-        # Text after the match can change the tokens of its last word, and thus the reply.
+        # The text after the match can change the tokens of the match's last word, and so the reply.
         n_stored, n_own = _common_boundary(own, ends, stored, stored_ends)
         stored, tail = stored[:n_stored], list(own[n_own:])
     if not (n_same or stored) or tokens.decode(stored + tail) != text:

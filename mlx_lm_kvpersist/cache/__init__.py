@@ -1,1 +1,1 @@
-"""KV arrays: quantized caches, their batches and their blocks. Knows no server."""
+"""KV arrays: quantized caches, batches and blocks. This package does not use the server."""

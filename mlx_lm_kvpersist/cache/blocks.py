@@ -7,10 +7,11 @@ Each group has six arrays with its slots stacked: "0.k.weights" [L, H, T, W * bi
 and "0.v" [L, H, T, D]. In an unfinished block, which has fewer tokens, all groups are in full
 precision.
 
-Models with windows or states have blocks of any length, and none is unfinished. A window has the
-last tokens of a block, for all sliding groups with the same window size. A state has the recurrent
-groups' states at the end of a block: "2.0" [L, ...] is the first array of group 2. A state also has
-the quantized groups' tokens since the last multiple of `GRID`, in full precision.
+In models with windows or states, a block may end at any token, and a short block is stored in the
+same form as a full block. A window has the last tokens of a block, for all sliding groups with the
+same window size. A state has the recurrent groups' states at the end of a block: "2.0" [L, ...] is
+the first array of group 2. A state also has the quantized groups' tokens since the last multiple of
+`GRID`, in full precision.
 
 Pieces from disk are copied into buffers a few at a time, while later files are read. Generation
 thread.
@@ -228,7 +229,7 @@ class Joiner:
         self._n_newest = 0
 
     def make_room(self) -> Iterator[None]:
-        """Make some buffers before each yield, so that the first piece need not wait for all."""
+        """Make the buffers, and yield between them so that steps of replies can run."""
         waiting: list[mx.array] = []
         for buffers in self._buffers.values():
             for array in chain.from_iterable(buffers.arrays.values()):

@@ -272,7 +272,8 @@ class Route:
 class TakenRequest:
     """A plugin's answer to `take_request`: how it serves this request. A base class.
 
-    All methods run on the generation thread.
+    A request enters when the server starts to compute its prompt. All methods run on the generation
+    thread.
     """
 
     prompt: Prompt

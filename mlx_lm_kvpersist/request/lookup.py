@@ -42,10 +42,11 @@ MIN_TOKENS = 16
 """Computing fewer tokens is faster than restoring them, on any device."""
 
 MIN_PREFETCH_BYTES = 8 << 20
-"""Fewer bytes are not prefetched: reading them takes only one or two steps of replies."""
+"""Fewer bytes are not prefetched: reading takes only as long as one or two steps of replies."""
 
 MIN_STEPWISE_BYTES = 64 << 20
-"""Fewer bytes are joined at once: joining them takes only one or two steps of replies."""
+"""Fewer bytes, if they are not prefetched, are joined without pauses for the steps of replies. This
+takes only as long as one or two steps."""
 
 MAX_MATCHED_TOKENS = 2048
 """If the store has changed, a longer prompt is matched again only by its ids, without a splice."""
@@ -97,8 +98,9 @@ class _Joined:
 class Lookup:
     """Matches a prompt with the stored text, and restores caches that hold the prompt's beginning.
 
-    In `prompt`, replies have the ids that the model produced. Several ranks restore only the tokens
-    that every rank has. Ranks above 0 get rank 0's ids, and restore at most `n_worth` tokens.
+    In `prompt`, earlier replies already have the ids that the model produced, if `retokenize` found
+    them. Several ranks restore only the tokens that every rank has. Ranks above 0 get rank 0's ids,
+    and restore at most `n_worth` tokens.
     """
 
     def __init__(
@@ -125,7 +127,7 @@ class Lookup:
         self._spent_s = 0.0
         self._n_quarantined = store.blocks_quarantined  # counted before a prefetch finds damage
         self._planned: tuple[tuple[Any, ...], RestorePoint | None] | None = None
-        """The last restore point, and the arguments for which it was found."""
+        """The arguments of the last search for a restore point, and the point that was found."""
         self._needed: set[bytes] = set()
         """The keys of all blocks and checkpoints that a restore point needed."""
         self.stored = StoredPrefix(prompt, b"")
@@ -191,7 +193,7 @@ class Lookup:
         return replace(stored, match=match, n_tokens=n_tokens, reason=reason, detail=detail)
 
     def agreed(self) -> tuple[Prompt, int]:
-        """Return the prompt to feed, and how many of its tokens to restore."""
+        """Return the prompt that all ranks read, and how many of its tokens to restore at most."""
         if self._store.n_changes != self._n_changes:
             self.stored = self._find_again()
         return replace(self.stored.prompt, messages=()), self.stored.n_tokens
@@ -217,7 +219,11 @@ class Lookup:
         return point
 
     def prefetch(self) -> bool:
-        """Start to read the needed blocks; return whether reading or joining is slow. O(blocks)."""
+        """Start to prefetch if many bytes must be read; return whether the restore is slow.
+
+        "Many" means more than `MIN_PREFETCH_BYTES`. The restore is slow if blocks are prefetched,
+        or if it joins more than `MIN_STEPWISE_BYTES`. O(blocks).
+        """
         point = self._point()
         if point is None:
             return False

@@ -1,8 +1,10 @@
 """The account of all memory except a model's weights: caches, claims of requests, and the pool.
 
 The pool gets the memory that sequences do not use, and at least a share of the total. A request
-begins if memory has room for the caches of all requests, whole prompts included. The available
-memory and the memory pressure limit the account. Generation thread, except for `parts`.
+begins if memory has room for its whole prompt, in addition to all sequences that have begun. A
+request that is alone always begins. The option `--kvpersist-memory` or the device determines the
+account's size (`total_bytes`), and memory pressure reduces it. Generation thread, except for
+`parts`.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ MOST_RESERVE_BYTES = 4 << 30
 POOL_SHARE = 8
 """An eighth of the account is reserved for the pool, where turns wait until they are written."""
 MORE = 64
-"""The account counts this number of further tokens: steps before the next `weigh`, and drafts."""
+"""The account counts this number of further tokens for each sequence: the tokens of steps before
+the next `weigh`, and draft tokens."""
 GROWTH = 512
 """A sequence begins only if memory also has room for this number of further tokens of each running
 sequence and of the new sequence."""
@@ -60,11 +63,15 @@ class Claim:
     """
 
     order: int
+    """An older request has a smaller number."""
     n_tokens: int
     is_over: Callable[[], bool]
     lookup: Lookup | None = None
     n_passed: int = 0
+    """How many younger requests have begun while this request waited for memory."""
     has_entered: bool = False
+    """Whether the request has entered (`ServedRequest.enter`). If so, the next `weigh` counts the
+    request's sequence, and the claim ends."""
     n_changes: int = -1
     """The account's `_n_changes` when the claim was last checked."""
 
@@ -204,7 +211,10 @@ class Memory:
     # Running sequences.
 
     def weigh(self, replies: Sequence[int], prompts: Sequence[int], n_bytes: int | None) -> bool:
-        """Record the running sequences; return whether the replies fit (see `ModelSupport`)."""
+        """Record each sequence's number of tokens; return whether memory suffices for all.
+
+        `ModelSupport` describes the arguments.
+        """
         if n_bytes is None:
             n_bytes = self._takes.caches_bytes(replies, prompts)
         self._replies, self._prompts, self.live_bytes = tuple(replies), tuple(prompts), n_bytes
@@ -257,7 +267,7 @@ def weights_bytes(*models: Any) -> int:
 
 
 def total_bytes(option: int | None, n_weights: int) -> int:
-    """Return the bytes for everything except a model's weights, by default what the device leaves.
+    """Return the size of the account: `option`, or the device's memory less weights and a reserve.
 
     The default is at least LEAST_BYTES: stock also serves a model that is too large.
     """

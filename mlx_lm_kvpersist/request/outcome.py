@@ -36,7 +36,7 @@ MIN_ALIKE_TOKENS = 16
 
 _MAX_ROOTS = 64
 KEPT = 200
-"""The most requests that a `RequestLog` has."""
+"""A `RequestLog` has at most this number of requests."""
 HEADERS = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
 _FIRST_TOKEN_S = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0)
 _INTER_TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)

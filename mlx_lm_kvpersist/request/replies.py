@@ -101,7 +101,9 @@ def remember(
     model: LoadedModel,
     digest: tuple[int, str] | None = None,
 ) -> Collection[bytes]:
-    """Remember a reply, unless a text match finds its ids; return its keys. Any thread.
+    """Store a reply's ids, and return the keys under which they are stored. Any thread.
+
+    Nothing is stored if a later prompt's match by text finds the same ids anyway.
 
     O(reply), and a hash over the messages; O(prompt) if the prompt's `digest` is missing.
 
@@ -190,7 +192,10 @@ def retokenize(prompt: Prompt, root: Root, store: BlockStore, model: LoadedModel
 
 
 def with_ids(prompt: Prompt, ids: Sequence[int]) -> Prompt:
-    """Return the prompt with other ids. If a segment ends among changed ids, it joins the next."""
+    """Return the prompt with other ids.
+
+    A segment that ends among changed ids is merged with the next segment.
+    """
     old, new = prompt.ids, tuple(ids)
     n_first, n_last = common_prefix(old, new, 0), common_prefix(old[::-1], new[::-1], 0)
     segments, types = [], []

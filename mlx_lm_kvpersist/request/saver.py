@@ -2,11 +2,15 @@
 
 Generation thread; any thread may call `find`.
 
-A model with windows or recurrent layers can resume only at a checkpoint. A checkpoint has the
-states, and the last tokens of the windows. Checkpoints are at the ends of the system prompt, of the
-user's messages and of the replies. A long prompt also has temporary checkpoints until its reply
-ends. A checkpoint that takes only a few seconds to compute again is postponed: the next checkpoint
-may replace it before it is written.
+A model with windows or recurrent layers can resume only at a checkpoint. In this module, the word
+"checkpoint" means such a position. The states and the last tokens of the windows are stored for it.
+An object of the class `Checkpoint` is only one record of this: the states, or the tokens of one
+window in one block. A checkpoint may need several records.
+
+Checkpoints are at the ends of the system prompt, of the user's messages and of the replies. A long
+prompt also has temporary checkpoints, every `CHECKPOINT_EVERY` tokens, until its reply ends. If a
+checkpoint can be computed again within `StoreLimits.max_loss_s`, its records are not written at
+once but postponed, because the next checkpoint may replace it.
 """
 
 from __future__ import annotations
@@ -64,7 +68,7 @@ Stored = Mapping[bytes, Sequence[Checkpoint]]
 
 @dataclass(eq=False)
 class RunningSequence:
-    """The tokens of a request that has entered.
+    """The tokens of a request, from the time when the request enters (`ServedRequest.enter`).
 
     `packed_ids` are the prompt's ids; the first `n_reused` were restored. `chain`: stored blocks.
     """
@@ -80,7 +84,7 @@ class RunningSequence:
     note: Mapping[str, str] = field(default_factory=dict, repr=False)
     messages: Sequence[dict[str, Any]] = field(default=(), repr=False)
     draft: RunningSequence | None = None
-    """The same tokens for the caches of the draft model."""
+    """The same request's sequence in the draft model, with its own root and stored blocks."""
     is_draft: bool = False
 
     @property
@@ -113,10 +117,10 @@ class Needed:
 
 
 class CheckpointSource(BlockSource, Protocol):
-    """A source of checkpoints: a store, or a conversation in the shared tier."""
+    """A source of blocks, windows and states: a store, or a conversation in the shared tier."""
 
     def checkpoints(self, blocks: Sequence[bytes]) -> Mapping[bytes, Sequence[Checkpoint]]:
-        """Return the checkpoints of these blocks, by block."""
+        """Return the windows and states at the ends of these blocks, by the block's key."""
 
 
 @dataclass(frozen=True)
@@ -222,8 +226,9 @@ class Saver:
     ) -> list[tuple[bytes, bytes]]:
         """Return the shorter blocks that the chain's blocks replace, each with the new block's key.
 
-        A shorter block that is only in RAM is not replaced by a quantized block: a later equal
-        prompt continues from the shorter block.
+        Such a shorter block, or "tail", was the end of a conversation or of a prompt. A longer
+        block of the chain begins with all of its tokens. A shorter block that is only in RAM is not
+        replaced by a quantized block: a later equal prompt continues from the shorter block.
         """
         replaced = []
         for block in dropwhile(lambda block: block.stop <= n_reused, chain):
@@ -408,12 +413,15 @@ class CheckpointSaver(Saver):
     ) -> list[Checkpoint]:
         """Return the unneeded windows and states in `stored`, and those of abandoned replies.
 
-        The first checkpoint is kept, because other conversations share it. The newest are kept,
-        too. Where another session ends in the chain, the last checkpoint before this end is kept.
-        The same holds for up to `MAX_BRANCHES` places where other sessions branch off. The last
-        safe checkpoints are also kept: then a kill or an eviction costs another conversation at
-        most `config.MAX_LOSS_S`. A temporary checkpoint is kept only before such an end or branch,
-        or at the end of the chain.
+        The first checkpoint is kept, because other conversations share it. The newest checkpoints
+        are kept, too. If another session ends in the chain, the last checkpoint up to this end is
+        kept. The same holds for up to `MAX_BRANCHES` forks, at which other conversations branch
+        off.
+
+        The last safe checkpoints (`BlockStore.is_safe`) up to each of these positions are also
+        kept. So if a postponed checkpoint is lost, at most `config.MAX_LOSS_S` seconds of computing
+        are repeated. A temporary checkpoint is kept only at such an end or fork, or at the end of
+        the chain.
         """
         chain = sequence.chain
         ends, forks = store.ends(chain, sequence.session), store.forks(chain)
@@ -491,7 +499,7 @@ def _stored_window(stored: Stored, block: Block, window: int, n_tokens: int) -> 
 def _replies_left(
     chain: Sequence[Block], sequence: RunningSequence, store: BlockStore
 ) -> list[Checkpoint]:
-    """Return the checkpoints of abandoned replies, which branch off after the restored blocks.
+    """Return the windows and states of abandoned replies, which branch off after restored blocks.
 
     No turn follows an abandoned reply, so its only checkpoint is at its end. A branch with a second
     checkpoint or a session's end is another conversation.

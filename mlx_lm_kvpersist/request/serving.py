@@ -52,14 +52,17 @@ logger = logging.getLogger(__name__)
 
 
 class Stage(Enum):
-    """The stage of a request. Only `RequestState.move` changes it."""
+    """The stage of a request. Only `RequestState.move` changes it.
+
+    A request enters (`ServedRequest.enter`) when the server starts to compute its prompt.
+    """
 
     NEW = "new"
     """The request waits for memory."""
     FETCHING = "fetching"
     """The request's blocks are read and joined, or another request computes them."""
     READY = "ready"
-    """The request may enter the batch."""
+    """The request may enter."""
     PREFILL = "prefill"
     DECODE = "decode"
     PARKED = "parked"
@@ -338,7 +341,7 @@ class Serving:
                 logger.exception("kvpersist: a turn could not be saved")
 
     def finish(self, state: RequestState) -> None:
-        """Before a reply's last part is sent, wait for earlier parts to be on disk. HTTP thread.
+        """Before a reply's last part is sent, wait up to `LAST_PART_S` for the disk. HTTP thread.
 
         Unless the wait ends after `LAST_PART_S`, a kill then loses at most one block of the prompt,
         the last block of the reply, and postponed checkpoints.
@@ -415,9 +418,11 @@ class ServedRequest(TakenRequest):
         return Claim(self._order, len(self.prompt.ids), is_over, state.lookup)
 
     def advance(self) -> bool:
-        """Return whether the request may enter. Called once per step; O(blocks), plus some joins.
+        """Return whether the request may enter; before that, claim memory, and continue a restore.
 
-        Raises RequestRefused if memory is short and the policy is `refuse`.
+        Called between steps until it returns True. O(blocks), and about `Serving.step_s` for the
+        restore. A short restore is left to `enter`. Raises RequestRefused if memory is short and
+        the policy is `refuse`.
         """
         state, memory, lookup = self._state, self._serving.memory, self._state.lookup
         if state.stage in (Stage.NEW, Stage.PARKED):
@@ -538,7 +543,7 @@ class ServedRequest(TakenRequest):
         return runs.after(root, run, n)
 
     def resume(self, prompt: Prompt) -> None:
-        """Look up the saved part of a sequence by its ids, which must not change. O(prompt)."""
+        """Look up the saved part of a sequence by ids: text could give other ids. O(prompt)."""
         state, model = self._state, replace(self._serving.model, text=None)
         self.prompt = state.rendered = prompt
         state.move(Stage.PARKED)  # a prompt whose chunk failed is in an earlier stage

@@ -83,8 +83,10 @@ class BlockStore:
         self.pool = BlockPool(limits.max_ram_bytes)
         self.disk.forgotten = partial(self.pool.set_stored, is_stored=False)
         self.below: list[ReadTier] = [self.disk_tier]
+        """The tiers below RAM that lookups ask, the disk first."""
         self.lower: list[LowerTier] = [self.disk_tier]
-        """All tiers below RAM, the disk first. The other tiers store what the disk has stored."""
+        """All tiers below RAM, the disk first: the tiers in `below`, and the shared tier if it is
+        used. The disk stores commits first; then the other tiers store the same commits."""
         self.shared: SharedTier | None = None
         self.reader = Reader(self.pool, self.below, self._lose_from, self.failures)
         self.writer.submit(self.disk_tier.sweep)
@@ -206,8 +208,9 @@ class BlockStore:
     ) -> None:
         """Put a commit's new records into RAM, and save the commit in the background.
 
-        `loss_s` is the time to compute the checkpoints again. If it is short, they are postponed.
-        Earlier blocks of `chain` that the disk lacks are also saved.
+        `loss_s` is the time to compute the commit's checkpoints again. If this time is at most
+        `limits.max_loss_s`, the checkpoints are postponed. Earlier blocks of `chain` that the disk
+        lacks are also saved.
         """
         entries = {block.key: KVBlock.of(block, arrays) for block, arrays in new}
         keys = [block.key for block in commit.blocks]
@@ -251,7 +254,8 @@ class BlockStore:
     def ends(self, chain: Sequence[Block], session: str | None) -> set[bytes]:
         """Return the keys of a chain's blocks in which other sessions end or will end.
 
-        Other sessions are pinned, or their name is not `session`.
+        Here, "other" sessions are all pinned sessions, and all sessions of another name than
+        `session`.
         """
         keys = [block.key for block in chain]
         stored = self.view.sessions_at(*keys)

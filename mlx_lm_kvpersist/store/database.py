@@ -32,7 +32,7 @@ _LAST_TURN_S = 1.0
 _MOST_AT_ONCE = 400
 """Rows in one statement: SQLite allows at least 999 variables."""
 INDEX_FORMAT = 7
-"""The format of the store. Other formats are refused."""
+"""The format of the index. Indexes of other formats are refused."""
 APPLICATION_ID = 0x6B767000
 """Marks a database as a store's ("kvp"). The last byte of the mark is the format."""
 

@@ -169,7 +169,7 @@ class DiskStore:
         return os.path.exists(self.files.path_of(key, name)) and key in self.index
 
     def gap(self, leaf: bytes, root: Root) -> bytes | None:
-        """Return the last missing block before a leaf; None if the chain is complete.
+        """Return the key of the last missing block up to `leaf`; None if the chain is complete.
 
         A complete chain is checked again only after a block that has children was removed, or
         another thread or process changed the index.

@@ -437,7 +437,12 @@ class StoreLock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Wait for the lock and hold it. May be nested. After 2 s, a message names the holder."""
+        """Wait for the lock and hold it. A thread that holds the lock may call this again.
+
+        If the lock is still taken after 2 s, raises StoreError, which names the holder. If
+        `is_patient`, logs a warning instead and waits. Also raises StoreError if the volume cannot
+        lock files.
+        """
         own = self._own
         if own.depth == 0:
             while (descriptor := self._locked()) is None:

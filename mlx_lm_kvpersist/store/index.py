@@ -35,9 +35,10 @@ _END = float(1 << 33)
 class Index(Rows):
     """The rows of a store: blocks, checkpoints, sessions, roots.
 
-    Opening makes a missing or empty file; without `create`, it raises FileNotFoundError.
-    Raises StoreFormatError when another version wrote it and sqlite3.DatabaseError when it is
-    damaged. `check_all`: see `prepare`. `files` is the store's folder, by default not encrypted.
+    The constructor makes a missing or empty file; without `create`, it raises FileNotFoundError.
+    If the file has another format, the constructor raises StoreFormatError. If the file is damaged,
+    the constructor raises sqlite3.DatabaseError. `check_all`: see `prepare`. `files` is the store's
+    folder, by default not encrypted.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class Index(Rows):
         return []
 
     def gap(self, leaf: bytes, root: bytes) -> bytes | None:
-        """Return the last missing block on the way from a root to `leaf`; None if all exist."""
+        """Return the key of the last missing block from a root to `leaf`; None if all exist."""
         rows = self.ask(
             "WITH RECURSIVE up(key) AS (VALUES (?) "
             "UNION SELECT parent FROM up JOIN blocks USING (key)) "
@@ -332,6 +333,7 @@ class Index(Rows):
         assert leaf is not None
         newest = "SELECT leaf FROM sessions WHERE root = ? AND name IS ? ORDER BY used DESC LIMIT ?"
         of_name = root, leaf.name, _NEWEST_SESSIONS
+        # A tail is a session's last block that no other block continues.
         is_end = "NOT EXISTS (SELECT 1 FROM blocks AS after WHERE after.parent = blocks.key)"
         tails = self._nodes(f"key IN ({newest}) AND {is_end} ORDER BY start DESC", *of_name)
         # `+` keeps SQLite from searching among all children of these parents.

@@ -44,7 +44,11 @@ class ListedObject(NamedTuple):
 def surplus(
     objects: Iterable[ListedObject], older_s: float | None, max_bytes: int | None
 ) -> list[ListedObject]:
-    """Return objects put over `older_s` seconds ago, and the oldest until `max_bytes` remain."""
+    """Return the objects to remove, the oldest first.
+
+    These are all objects that were put more than `older_s` seconds ago. If the other objects exceed
+    `max_bytes`, the oldest of them are also returned, until the rest fits. None: no such limit.
+    """
     before_s = time.time() - older_s if older_s is not None else 0.0
     in_order = sorted(objects, key=lambda item: item.put_s)
     left = sum(item.n_bytes for item in in_order)
@@ -74,8 +78,8 @@ def _folder_of(url: str) -> Path | None:
 class Objects:
     """Objects in one bucket or folder. Any thread. Operations raise FileNotFoundError or OSError.
 
-    An operation raises StoreError if a foreign file has the object's name. Raises ConfigError
-    if obstore is missing or the URL cannot be used.
+    An operation raises StoreError if a foreign file has the object's name. The constructor raises
+    ConfigError if obstore is missing or the URL cannot be used.
     """
 
     def __init__(self, url: str, *, makes_folder: bool = True) -> None:

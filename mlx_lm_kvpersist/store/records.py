@@ -25,13 +25,17 @@ SESSION_COLUMNS = "id, root, name, leaf, n_tokens, pinned, created, used"
 
 @dataclass(frozen=True)
 class StoreLimits:
+    """The budgets of a store in bytes, and limits for its checkpoints and models."""
+
     max_ram_bytes: int
     max_disk_bytes: int
     min_free_bytes: int = 0
+    """The free bytes that the store leaves on its volume; 0: no limit."""
     max_loss_s: float = 0.0
     """Checkpoints that can be computed within this time are postponed."""
     model_share: float = 0.75
-    """The part of the disk that one model may fill while another model has blocks on it."""
+    """The share of the space within the budgets that one model may fill while the store also has
+    blocks of another model."""
 
 
 @dataclass
@@ -161,6 +165,9 @@ class Session:
 
 @dataclass(frozen=True)
 class Totals:
+    """How many blocks and checkpoints are on disk, and the bytes of their files: of one root, or of
+    all roots. Only the totals of all roots have the bytes of sidecars."""
+
     n_blocks: int = 0
     block_bytes: int = 0
     n_checkpoints: int = 0

@@ -74,7 +74,7 @@ class _Turn:
 class Putting:
     """Puts blocks, checkpoints and conversations.
 
-    The oldest objects are removed if all servers have put more than `max_bytes`.
+    If all objects in the store together exceed `max_bytes`, the oldest objects are removed.
     """
 
     def __init__(

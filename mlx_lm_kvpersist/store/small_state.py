@@ -152,7 +152,11 @@ class SmallState(Rows):
             )
 
     def saved(self) -> dict[str, float]:
-        """Return the number of reused `tokens`. Computing `timed` of them would take `seconds`."""
+        """Return sums over all requests, as numbers by name.
+
+        `tokens`: the reused tokens. `seconds`: the estimated time to compute `timed` of these
+        tokens. For the other tokens, no time is known.
+        """
         return self._get(_SAVED) or {"tokens": 0, "timed": 0, "seconds": 0.0}
 
     def salvage(self, path: Path) -> None:
@@ -198,7 +202,10 @@ class SmallState(Rows):
         return records
 
     def add_request(self, record: dict[str, Any]) -> None:
-        """Sum reused tokens. Add a record of at most 4,096 characters, and keep the last `KEPT`."""
+        """Add a request's tokens to `saved`, and add its record; keep the last `KEPT` records.
+
+        A record of more than 4,096 characters is not added.
+        """
         if n_reused := record.get("reused_tokens", 0):
             saved, seconds = self.saved(), record.get("saved_s")
             new = {"tokens": n_reused, "timed": n_reused * bool(seconds), "seconds": seconds or 0.0}

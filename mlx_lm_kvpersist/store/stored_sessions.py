@@ -1,4 +1,4 @@
-"""The sessions of a running store, for its operator and its agents. For HTTP threads."""
+"""The stored sessions of a running server, for its operator and its agents. HTTP threads."""
 
 from __future__ import annotations
 

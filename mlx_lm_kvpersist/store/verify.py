@@ -22,6 +22,8 @@ from .records import Session, has_sidecar, read_sidecar, sidecar_path
 
 
 class Fault(str, Enum):
+    """The kinds of fault that `find_problems` finds; the value is the word that users see."""
+
     CORRUPT = "corrupt"
     """The file of a block or a checkpoint does not match its name, metadata or checksum."""
     UNREADABLE = "unreadable"
@@ -29,7 +31,8 @@ class Fault(str, Enum):
     MISSING = "missing"
     """A block or checkpoint of the index has no file."""
     UNREACHABLE = "unreachable"
-    """A parent is missing or does not end where its block begins, or a checkpoint has no block."""
+    """A block's parent is missing or does not end where the block begins, or a checkpoint's block
+    is missing."""
     MISMATCH = "mismatch"
     """The index contradicts the file of a block or checkpoint, and the file is intact."""
     ORPHAN = "orphan"

@@ -284,13 +284,13 @@ class Writer:
             self._changed.notify_all()
 
     def drain(self) -> None:
-        """Write all waiting and postponed commits at full speed, then return."""
+        """Queue postponed commits, and wait until no task is left; the writer does not pause."""
         with self._changed:
             self.write_postponed()
             self.finish(lambda: not self.n_tasks)
 
     def finish(self, is_done: Callable[[], bool], timeout_s: float | None = None) -> None:
-        """Write at full speed until `is_done` returns True, or until a timeout."""
+        """Wait until `is_done` returns True, or until a timeout; the writer does not pause."""
         with self._changed:
             self._n_waiting += 1
             try:

@@ -1,7 +1,7 @@
 """The geometry of a model's prompt cache and of its slots, learned from a trace of a few tokens.
 
-Nothing is evaluated. The caches that the model makes are filled first, to learn their geometry.
-Then our caches replace them, and a forward pass shows whether the model's code accepts them.
+Nothing is evaluated. The first trace fills the model's own caches, to learn their geometry. Further
+traces use our quantized caches, and show whether the model's code accepts these.
 
 Shapes do not show all facts. `python -m models_check --facts write` evaluates a tiny model of every
 architecture of mlx-lm and writes the other facts to `architectures.json`. CI fails if this file is
@@ -184,10 +184,11 @@ class ModelCacheSpec:
     def layout(self) -> str:
         """A name for the way this model's KV is stored; no two ways share a name.
 
-        It lists the precisions of layers in order. If precisions differ, as when head sizes do,
-        each is followed by "*" and its number of layers: "k8rv4rb64*12,k8rv4rb32*2,c256". "c256"
-        stands for three rules. Queries see their own block of the grid in full precision. An
-        unfinished block is stored in full precision. Scales and biases have 16 bits.
+        It lists the precisions of layers in order. If all layers have the same precision, it is
+        listed once. Otherwise, for example if head sizes differ, each run of equal layers has its
+        precision, "*" and its number of layers: "k8rv4rb64*12,k8rv4rb32*2,c256". "c256" stands for
+        three rules. Queries see their own block of the grid in full precision. An unfinished block
+        is stored in full precision. Scales and biases have 16 bits.
         """
         forms = (str(precision or "full") for precision in self.precisions.values())
         runs = [(form, len(list(run))) for form, run in groupby(forms)]

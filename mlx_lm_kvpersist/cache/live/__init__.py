@@ -1,1 +1,1 @@
-"""Caches while they are computed on: one sequence, a batch, and attention over packed keys."""
+"""The caches of running sequences, alone or in a batch, and attention over packed keys."""

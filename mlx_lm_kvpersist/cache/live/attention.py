@@ -281,7 +281,8 @@ def packed_attention(
 ) -> mx.array:
     """Attend without dequantizing; the result of a query that sees no key is finite.
 
-    Queries are cut into blocks whose scores take at most `max_score_bytes`.
+    Queries are cut into parts of at least one query; the scores of a larger part take at most
+    `max_score_bytes`.
     """
     n_rows, n_heads, n_queries = queries.shape[:3]
     n_kv_heads, n_keys = keys.newest.shape[1], keys.n_tokens
@@ -385,11 +386,11 @@ def backend() -> Backend:
 
 
 def least_rows() -> int:
-    """Return the least number of rows for calls that stock does not make, such as the canary's.
+    """Return the least number of rows for calls of several rows that stock does not make.
 
-    One row is always allowed. MLX's CUDA backend has a kernel for products of 2 to 16 rows with
-    quantized weights, and another for up to 32. Compiling either at its first use takes half a
-    minute.
+    The canary makes such calls. A call of one row is always allowed. MLX's CUDA backend has a
+    kernel for products of 2 to 16 rows with quantized weights, and another for up to 32. Compiling
+    either at its first use takes half a minute.
     """
     return 33 if backend() == "cuda" else 1
 

@@ -31,7 +31,7 @@ _MOST_TAKEN_BACK = 32
 class Buffers:
     """Keys and values [B, H, S, ...] of one layer: None, or arrays or `Packed` with spare room.
 
-    All rows end at `_idx`; each begins at its number in `_padding`.
+    Row i has its tokens in the columns from `_padding[i]` to `_idx`, where all rows end.
     """
 
     keys: Any = None
@@ -90,7 +90,7 @@ class PaddedBatch(Buffers):
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        """Return the mask for the next N tokens, of S = _idx + N tokens in all.
+        """Return the mask of the next N tokens over all S = _idx + N columns.
 
         The mask is None (N = 1) or "causal" if no row is padded and no window hides tokens.
         Otherwise, and with `return_array`, it is a boolean array [B, 1, N, S].
@@ -296,11 +296,12 @@ class Newest(PaddedBatch):
 
 
 class PackedCache(Buffers):
-    """Packed keys and values, and the newest in full precision; a plan says how they are read.
+    """Packed keys and values, and the newest tokens' keys and values in full precision.
 
-    After each update, mlx-lm chooses the attention by `hasattr(cache, "bits")`. So `bits` and
-    `group_size` exist only if updates return packed keys and values. If updates return arrays, the
-    queries of a call should be in one block of the grid (see `end_on_grid`).
+    `plan` says how attention reads both. After each update, mlx-lm chooses the attention by
+    `hasattr(cache, "bits")`. So `bits` and `group_size` exist only if updates return packed keys
+    and values. If updates return arrays, the queries of a call should be in one block of the grid
+    (see `end_on_grid`).
 
     Each update packs the tokens that its queries see quantized. The packed buffers hold zeros for
     tokens that are not packed.
@@ -569,7 +570,10 @@ class BatchQuantizedKVCache(PackedCache, PaddedBatch):
         self.newest.filter(batch_indices)
 
     def extend(self, *batches: Any) -> None:
-        """Raise TypeError for another class, and ValueError for another precision."""
+        """Add the rows of other quantized batches, as in `PaddedBatch.extend`.
+
+        Raises TypeError for a batch of another class, and ValueError for another precision.
+        """
         for batch in batches:
             if not isinstance(batch, BatchQuantizedKVCache):
                 raise TypeError(f"cannot extend a quantized batch by a {type(batch).__name__}")

@@ -27,6 +27,11 @@ Held = TypeVar("Held", mx.array, Packed)
 
 
 def each(function: Callable[..., mx.array], stored: Held, *more: Held) -> Held:
+    """Return the results of `function` for the arrays of `stored` and `more`, in the same form.
+
+    `function` is called once for arrays in full precision. For `Packed`, it is called for the
+    weights, for the scales, and for the biases.
+    """
     if isinstance(stored, mx.array):
         return function(stored, *more)
     weights, scales, biases = map(function, stored, *more)
@@ -37,8 +42,8 @@ def capacity(n_tokens: int) -> int:
     """Return for how many tokens to make new buffers: at least 256 more than `n_tokens`.
 
     Capacities are multiples of 256, of 512 from 16K tokens on, of 1,024 from 32K tokens on, etc. So
-    the buffers of sequences of similar lengths are equal, and MLX reuses freed buffers. On an H200,
-    making new buffers for 8K tokens took half of the time of a restore.
+    sequences of similar lengths have buffers of the same size, and MLX reuses freed buffers. On an
+    H200, making new buffers for 8K tokens took half of the time of a restore.
     """
     least = n_tokens + 256
     step = max(256, 1 << least.bit_length() - 6)
@@ -49,10 +54,10 @@ def capacity(n_tokens: int) -> int:
 def rotation(dim: int, width: int, dtype: mx.Dtype) -> mx.array:
     """Return the matrix [dim, width] to multiply keys and values by; the transpose rotates back.
 
-    It spreads a large channel over all channels: https://arxiv.org/abs/2404.00456. It has the first
-    `dim` rows of a Hadamard matrix if MLX has one for `width` (2**k times 1, 12, 20 or 28).
-    Otherwise they are rows of the Kronecker product of a cosine transform, for the odd factor of
-    `width`, and a Hadamard matrix.
+    The matrix spreads a large channel over all channels: https://arxiv.org/abs/2404.00456. Its rows
+    are the first `dim` rows of a Hadamard matrix if MLX has one for `width` (2**k times 1, 12, 20
+    or 28). Otherwise, they are the first `dim` rows of the Kronecker product of a cosine transform,
+    for the odd factor of `width`, and a Hadamard matrix.
     """
     power = width & -width
     odd = width // power
@@ -169,7 +174,7 @@ def share(stored: Held) -> Held:
 
 
 def append(stored: Held | None, start: int, new: Held, room: int | None = None) -> Held:
-    """Write `new` after the first `start` tokens of `stored`.
+    """Return buffers with the first `start` tokens of `stored`, followed by `new`.
 
     Buffers with room are written in place, or copied if something else refers to them. Buffers
     without room are replaced by buffers with `room` spare tokens (None: see `capacity`).

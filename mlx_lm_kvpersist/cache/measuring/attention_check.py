@@ -80,7 +80,9 @@ def plan_attention(
     packed: bool = True,
     least: Callable[[int], int] = int,
 ) -> ModelCacheSpec:
-    """Plan each quantized group by the policy, or by `choice`, without wrong strategies.
+    """Return `spec` with a checked attention plan for each quantized group.
+
+    The policy chooses the plans, or `choice` does; no plan has a strategy that is wrong.
 
     `packed` says whether the architecture's attention accepts packed keys. A group whose layers do
     not attend to packed keys, or attend in several shapes, dequantizes. If packed attention is

@@ -94,7 +94,7 @@ def compared(
     """Return, for each of `caches`, the predictions after each of `ids` except the last.
 
     ids: up to `AT_ONCE` next ids of a text, in one block of the grid, and one more id. All caches
-    hold the text before `ids`; `own_caches` are in full precision. The model is evaluated.
+    hold the text before `ids`; `own_caches` are in full precision. The logits are evaluated.
     """
     fed, followed = mx.array([list(ids[:-1])]), mx.array(list(ids[1:]))
     predictions = {name: Predictions() for name in caches}
