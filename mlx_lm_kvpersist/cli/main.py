@@ -382,13 +382,23 @@ def _add_sessions(commands: Any) -> None:
     export.add_argument("--force", action="store_true", help="replace FILE if it exists")
     add = _adder(commands, *_BUDGETS)
     load = add("import", "sessions:load", "add a session from a file that export has written")
+    load.description = (
+        "Add a session from a file that export has written. Give the server's --kvpersist-disk and "
+        "--kvpersist-min-free: otherwise conversations above the default budgets are deleted, even "
+        "if the server's budgets are larger."
+    )
     load.add_argument("file", type=Path, metavar="FILE", help="a file that export has written")
 
 
 def _add_store(commands: Any) -> None:
     add = _adder(commands, *_BUDGETS)
     add("stats", "store:stats", "say what the store holds and what it may use")
-    add("gc", "store:gc", "remove the least recently used blocks until the budgets hold")
+    gc = add("gc", "store:gc", "remove the least recently used blocks until the budgets hold")
+    gc.description = (
+        "Remove the least recently used blocks until the budgets hold. Give the server's "
+        "--kvpersist-disk and --kvpersist-min-free: otherwise conversations above the default "
+        "budgets are deleted, even if the server's budgets are larger."
+    )
     add = _adder(commands, *_STORE)
     add("map", "store:draw", "draw the bytes of a store by session, shared part and age")
     verify = add("verify", "store:verify", "check every file; exit status 1 if any is bad")

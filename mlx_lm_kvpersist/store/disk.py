@@ -281,7 +281,10 @@ class DiskStore:
         text = f"{self.folder} ({used}, {show_bytes(free)} free"
         if free < limits.min_free_bytes:
             floor = show_bytes(limits.min_free_bytes)
-            text += f"; less than the {floor} of --kvpersist-min-free, so nothing new is stored"
+            effect = "blocks are evicted before new blocks are stored"
+            if self._below_floor(0) > self.index.totals().n_bytes:  # as in `make_room`
+                effect = "nothing new is stored"
+            text += f"; less than the {floor} of --kvpersist-min-free, so {effect}"
         return f"{text})"
 
     @property

@@ -84,6 +84,13 @@ def test_every_command_has_help_and_an_importable_function(
     assert callable(getattr(importlib.import_module(f"mlx_lm_kvpersist.cli.{module}"), function))
 
 
+@pytest.mark.parametrize("name", ["store gc", "sessions import"])
+def test_help_warns_that_the_default_budgets_may_delete_conversations(name: str) -> None:
+    description = COMMANDS[name].description or ""
+    assert "Give the server's --kvpersist-disk and --kvpersist-min-free" in description
+    assert "conversations above the default budgets are deleted" in description
+
+
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--help"])

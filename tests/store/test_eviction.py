@@ -316,5 +316,7 @@ def test_store_evicts_only_if_eviction_can_free_enough_space(
     monkeypatch.setattr(disk, "free_bytes", free_bytes)
     floor = free_bytes() + 4096 if is_reachable else volume_bytes + 4096
     disk.limits = replace(disk.limits, min_free_bytes=floor)
+    shown = "blocks are evicted before" if is_reachable else "nothing new is stored"
+    assert f" of --kvpersist-min-free, so {shown}" in str(disk)
     assert disk.make_room(0) == is_reachable
     assert bool(disk.n_evicted) == is_reachable
