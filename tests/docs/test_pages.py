@@ -65,6 +65,7 @@ def test_the_site_builds_without_a_warning(docs_copy: Path) -> None:
     page = text_of(docs_copy / "site" / "configuration" / "index.html")
     assert "<code><span>--kvpersist-dir</span> <span>FOLDER</span></code>" in page
     assert 'href="../site.css"' in page
+    assert "<span>FILE|plain</span>" in page  # a backslash only for GitHub
 
 
 def test_broken_links_and_unlisted_pages_fail_the_build(docs_copy: Path) -> None:
@@ -139,6 +140,8 @@ def test_every_option_is_in_a_group_and_in_the_table() -> None:
     assert len(names) >= 14 and set(names) >= set(config.RARE)
     assert "--" not in re.sub(r"`[^`]*`|\| --- [| -]*\n", "", table), "an option is not code"
     assert [name for name in names if f"| `--kvpersist-{name}" not in table] == []
+    rows = [row for row in table.splitlines() if row.startswith("| ")]
+    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {4}  # GitHub's columns
 
 
 def test_every_http_path_is_in_a_page() -> None:

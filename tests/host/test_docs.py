@@ -45,9 +45,13 @@ def test_page_has_every_patch_as_in_the_code() -> None:
 
 
 def test_page_lists_every_supported_pair_of_versions() -> None:
+    """The list has the limits for Linux, and a sentence has the limit for a Mac."""
+    shown = versions.text
     assert re.findall(r"^- (mlx-lm .*)$", PAGE, re.MULTILINE) == [
-        str(pair) for pair in versions.PAIRS
+        f"mlx-lm {shown(pair.mlx_lm)} with mlx {shown(pair.oldest_mlx)} to {shown(pair.newest_mlx)}"
+        for pair in versions.PAIRS
     ]
+    assert f"On a Mac, mlx must be {shown(versions.METAL_FLOOR)} or newer." in PAGE
 
 
 def examples() -> list[str]:

@@ -29,7 +29,8 @@ def _row(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
     found = _DEFAULT.search(told)
     default = found[1] if found else "off" if action.nargs == 0 else "none"
     meaning = told[: found.start()] if found else told
-    return f"| `{_spelt(action)}` | {_cell(default)} | {_cell(meaning)} |"
+    spelt = _spelt(action).replace("|", "\\|")
+    return f"| `{spelt}` | {_cell(default)} | {_cell(meaning)} |"
 
 
 def _spelt(action: argparse.Action) -> str:
