@@ -121,8 +121,7 @@ _STORAGE = {
         metavar="FILE|plain",
     ),
     "shared-size": _option(
-        "Maximum size of all shared objects; the least recently used are removed first "
-        "(default: no limit)",
+        "Maximum size of all shared objects; the oldest are removed first (default: no limit)",
         parse_size,
     ),
     "warm": _option(
@@ -140,7 +139,7 @@ _SERVING = {
         choices=KV_BITS,
     ),
     "max-stall-ms": _option(
-        "Longest time that running replies wait for a token while a prompt is computed or "
+        "About how long running replies may wait for a token while a prompt is computed or "
         "restored; less time makes that prompt slower (default: 250)",
         float,
         default=250,

@@ -23,7 +23,7 @@ models with random float32 weights on a CPU, with mlx-lm {{mlx_lm}} and mlx {{ml
   tokens.
 - *In one batch*: whether the server computes prompts or replies of several conversations together.
 
-{{summary}}.
+{{summary}} ([what this means](#how-this-was-tested)).
 
 {{table}}
 
@@ -42,8 +42,9 @@ compared with the results of:
 - a conversation that begins shorter than the windows; the store is reopened before each turn.
 
 *Equal* means that log-probabilities differ in every step by at most {TOLERANCE:g} of their range.
-The largest difference of an equal model is {{largest}}. The server serves a *refused* model without
-the store, and says so in the log.
+The largest difference of an equal model is {{largest}}, except where [stock's results
+differ, too](#as-in-stock). The server serves a *refused* model without the store, and says so in
+the log.
 
 `python -m models_check` repeats the test. `--only NAME` prints details of one architecture.
 `--write docs/models.md` writes this page.

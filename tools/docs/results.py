@@ -57,7 +57,10 @@ def in_short() -> str:
     table = show_table(("you wait for", "stock", "with the plugin"), rows)
     steps = [step for part in results.parts for step in PRESETS[part["part"]].steps]
     n_system = next(step.arguments["system"] for step in steps if step.name == "together")
-    prompts = f"The prompts have {n:,} tokens, the agents' system prompt {n_system:,}. "
+    prompts = (
+        f"The agents' system prompt has {n_system:,} tokens. Other prompts have {n:,}, unless the "
+        "row says otherwise. "
+    )
     return f"{table}\n\n{conditions(prompts)}"
 
 
