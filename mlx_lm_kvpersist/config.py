@@ -92,7 +92,7 @@ _STORAGE = {
     ),
     "memory": _option(
         "Maximum memory for running conversations, stored blocks and prompts that are computed, "
-        "without the model's weights (default: the memory that the device offers, less the "
+        "without the model's weights (default: the memory that the device offers, minus the "
         "weights and a reserve)",
         parse_size,
     ),
@@ -146,9 +146,9 @@ _SERVING = {
         metavar="MS",
     ),
     "attention": _option(
-        "How layers attend over quantized keys: dequantize one layer at a time, read them "
-        "packed, or dequantize in tiles, if model and device allow it (default: a fixed "
-        "policy for each backend)",
+        "How attention reads quantized keys and values: dequantize a layer, read it quantized "
+        "(packed), or dequantize a few heads at a time (tiled). Layers that cannot do this are "
+        "dequantized (default: auto, a fixed policy for each backend)",
         choices=("auto", "dequantize", "packed", "tiled"),
         default="auto",
     ),

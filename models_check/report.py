@@ -60,10 +60,10 @@ layers also write checkpoints, but [postpone](store.md#what-happens-when) most o
   seconds.
 - *After a rest*: the same turn, if 30 seconds pass before the next turn. Then the last checkpoint
   is written, too.
-- *Every turn at once*: the same turn, if no checkpoint is postponed.
+- *Nothing postponed*: the same turn, if no checkpoint is postponed.
 
-The bytes are computed from each model's config.json, in bfloat16. In a test, tiny models wrote [the
-computed number of bytes](benchmarks.md#settled-questions).
+The bytes are computed from each model's config.json, in bfloat16. In the [benchmark
+`tool_turns`](benchmarks.md#settled-questions), tiny models wrote the computed number of bytes.
 
 <!-- made: turns -->
 <!-- end of turns -->

@@ -312,7 +312,8 @@ def _add_measuring(commands: Any) -> None:
         default=12_000,
         help="characters of the prompt text (default: %(default)s, about 4,000 tokens)",
     )
-    quality = add("quality", "quality:run", "measure what every KV precision costs", json=True)
+    summary = "measure what every KV precision changes in a model's output"
+    quality = add("quality", "quality:run", summary, json=True)
     quality.description = (
         "Measure what every KV precision changes in a model's output: the next tokens of a text "
         "and of short texts in many languages and formats, replies to questions about a long "

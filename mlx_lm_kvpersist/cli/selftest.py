@@ -176,7 +176,7 @@ def out_of_memory() -> str:
 
 
 def attention(dim: int) -> str:
-    """Compare attention over quantized keys with plain arithmetic; measure `ATTENTION`.
+    """Compare attention over quantized keys with a reference; measure `ATTENTION`.
 
     If MLX does not fuse attention, the peak memory includes 16 MiB of scores.
     """

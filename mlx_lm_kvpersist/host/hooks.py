@@ -416,7 +416,7 @@ def wired_limit(provider: Any, asked_bytes: int) -> int | None:
 def model_loaded(provider: Any) -> ModelSupport | None:
     """A model was loaded: say how its sequences are computed. Generation thread.
 
-    All plugins are told; the first answer counts.
+    All plugins are called; the first answer counts.
     """
 
 
@@ -427,7 +427,7 @@ def request_received(request: ClientRequest, headers: Message, body: Mapping[str
 
 @hookspec
 def idle() -> None:
-    """Nothing is served. Do little work: a new request waits for this hook. Generation thread.
+    """No request runs. Do little work: a new request waits for this hook. Generation thread.
 
     Called when the last reply has ended, and then about ten times per second.
     """
@@ -463,7 +463,10 @@ def response_headers(  # type: ignore[empty-body]
 def reply_sent(
     request: ClientRequest, content: str, reasoning: str, tool_calls: Sequence[dict[str, Any]]
 ) -> None:
-    """The whole reply, as the client sees it, just before its last part is sent. HTTP thread."""
+    """The reply is complete; its last part is sent after this hook. HTTP thread.
+
+    The arguments are the whole reply, as the client sees it.
+    """
 
 
 @hookspec

@@ -48,7 +48,7 @@ class Kind(Enum):
     EXACT = "EXACT"
     """All tokens except the last were reused."""
     EXTEND = "EXTEND"
-    """The prompt continues a stored conversation, or equals its beginning."""
+    """The prompt continues a stored conversation or ends inside it; more tokens were computed."""
     DIVERGE = "DIVERGE"
     """The prompt begins like a stored conversation, and continues differently."""
     MISS = "MISS"

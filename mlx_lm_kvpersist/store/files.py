@@ -60,7 +60,7 @@ def write_block(path: Path, block: Record, root: Root, arrays: Arrays, files: Ow
         written = {name: mx.take(x, mx.arange(len(x)), axis=0) for name, x in written.items()}
         mx.eval(written)
     metadata["checksum"] = checksum({**written, **empty}, metadata)
-    # mx.save_safetensors empties the new file. On ext4, closing an emptied file waits for a disk.
+    # mx.save_safetensors truncates the file. On ext4, closing a truncated file waits for the disk.
     header: dict[str, object] = {"__metadata__": metadata}
     end = 0
     for name, array in written.items():

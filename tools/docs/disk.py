@@ -181,7 +181,7 @@ def turn_bytes(spec: ModelCacheSpec) -> tuple[int, int, int]:
 
 def turns_table() -> str:
     rows = [
-        "| model | in a row | after a rest | every turn at once |",
+        "| model | in a row | after a rest | nothing postponed |",
         "| --- | --- | --- | --- |",
     ]
     for name in SHAPES:

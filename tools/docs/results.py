@@ -28,6 +28,9 @@ _STATES = {
     "after a restart": "the next turn, after a restart",
 }
 
+_BURSTS = {bursts.ALL_TURNS: "eight next turns at once, until all replies end"}
+"""The text on the page for a row of the results, if it differs from the row's name."""
+
 
 def shown_results() -> DeviceResults:
     """Return a GPU's results if a GPU was measured."""
@@ -130,19 +133,20 @@ def decode() -> str:
         return "Not measured at this commit."
     rows = [
         (
-            name.replace(" of ", " after "),
+            f"{name.replace(' of ', ' after ')} tokens",
             *map(shown_number, medians(results, decoding.QUESTION, name)),
         )
         for name in names
     ]
-    return show_table(("replies after prompts of", "stock, tokens/s", "with the plugin"), rows)
+    columns = ("replies at once, each after a prompt", "stock, tokens/s", "with the plugin")
+    return show_table(columns, rows)
 
 
 def together() -> str:
     results = shown_results()
     rows = [
         (
-            what if side == OURS else f"{what}, 16 bits",
+            _BURSTS.get(what, what) + ("" if side == OURS else " (16 bits)"),
             shown_number(results.median(bursts.QUESTION, what, STOCK)),
             shown_number(results.median(bursts.QUESTION, what, side)),
         )

@@ -1,9 +1,10 @@
-"""Plan the attention of a model's layers by the policy, and compare it with plain arithmetic.
+"""Plan the attention of a model's layers by the policy, and compare it with a reference.
 
 MLX chooses among kernels by the number of queries and keys, and some versions of MLX have kernels
 that are wrong on some devices (docs/upstream.md). So each load compares the strategies of a plan
-with plain arithmetic, for the model's own heads and dtype. The tested sizes are below and above
-those at which MLX changes the kernel. This takes some milliseconds.
+with a reference: matrix products and a softmax in float32, for the model's own heads and dtype. The
+tested sizes are below and above those at which MLX changes the kernel. This takes some
+milliseconds.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ _N_COMPUTED = 40
 """The number of keys in full precision: the queries' own keys, and some earlier keys."""
 
 _TOLERANCE = 0.1
-"""The largest accepted difference from plain arithmetic, as a share of the result's norm."""
+"""The largest accepted difference from the reference, as a share of the result's norm."""
 
 
 def plan_attention(
@@ -261,7 +262,7 @@ class _Layer:
         return mx.random.normal(shape, key=mx.random.key(shape[2])).astype(self.dtype)
 
     def disagreeing(self, strategies: Sequence[Strategy], n_queries: int) -> Iterator[Strategy]:
-        """Yield the strategies that differ from plain arithmetic for `n_queries` per head.
+        """Yield the strategies that differ from the reference for `n_queries` per head.
 
         A single query is also checked with two rows and `rows_differ`, as if the rows differed.
         """
