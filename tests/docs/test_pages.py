@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.report import shown_number
+from benchmarks import ttft
+from benchmarks.report import DeviceResults, shown_number
+from benchmarks.runs import tokens
 from mlx_lm_kvpersist import config
 from mlx_lm_kvpersist.api import admin, agents, messages, responses, session_keys
 from mlx_lm_kvpersist.request.outcome import Kind, Outcome, Reason
@@ -124,6 +126,30 @@ def test_figures_on_the_pages_match_the_saved_results() -> None:
     row = next(row for row in rows if row.startswith(f"| {size:,} | "))
     assert f" | {shown_number(stock)}\u00a0/\u00a0{shown_number(ours)} | " in row
     assert all(f"`{commit}`" in README for commit in saved.commits)
+
+
+@pytest.mark.parametrize(
+    ("repeats", "shown"),
+    [
+        ({8192: 6, 32768: 3, 65536: 1}, 32768),
+        ({1024: 1, 4096: 1, 8192: 1}, 8192),
+        ({1024: 2, 4096: 1}, 1024),
+    ],
+)
+def test_the_first_table_shows_the_longest_prompt_that_was_measured_often(
+    repeats: dict[int, int], shown: int
+) -> None:
+    samples = [
+        {
+            "question": ttft.QUESTION,
+            "what": f"new prompt, {tokens(n_tokens)}",
+            "side": side,
+            "values": [1.0] * n_repeats,
+        }
+        for n_tokens, n_repeats in repeats.items()
+        for side in ("stock", "ours")
+    ]
+    assert results.longest(DeviceResults("", [{"samples": samples}])) == shown
 
 
 def test_benchmark_tables_have_their_columns_and_rows_in_order() -> None:

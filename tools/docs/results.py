@@ -88,13 +88,16 @@ def medians(results: DeviceResults, question: str, what: str) -> Sides:
 
 
 def longest(results: DeviceResults) -> int:
-    """Return the longest prompt with the most repeats on both sides, in tokens."""
+    """Return the longest prompt with at least three repeats on both sides, in tokens.
+
+    If all prompts have fewer, the longest of the prompts with the most repeats.
+    """
 
     def n_repeats(n: int) -> int:
         what = f"new prompt, {tokens(n)}"
         return min(len(results.values(ttft.QUESTION, what, side)) for side in (STOCK, OURS))
 
-    return max(CONTEXTS, key=lambda n: (n_repeats(n), n))
+    return max(CONTEXTS, key=lambda n: (min(n_repeats(n), 3), n))
 
 
 def first_token_s(results: DeviceResults, state: str, n_tokens: int) -> Sides:
