@@ -3,9 +3,9 @@
 A .pth file imports this module, so it needs only the standard library.
 
 `install` puts a finder in front of `sys.meta_path`. The real finders and loader still import
-`mlx_lm.server`; then its `main` is wrapped, to load the plugins first. While mlx_lm is imported,
-garbage collection is off: imports leave no garbage, and the search for it takes a tenth of the
-time. Every error ends the process with a line on stderr.
+`mlx_lm.server`; then its `main` is wrapped, to load the plugins first. Garbage collection is off
+while mlx_lm is imported: imports leave no garbage, and the search for garbage would take a tenth of
+the import's time. Every error ends the process with a line on stderr.
 """
 
 from __future__ import annotations

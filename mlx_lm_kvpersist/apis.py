@@ -39,7 +39,8 @@ class Usage(NamedTuple):
 class ReplyFormat(Protocol):
     """Makes the events of an API from the parts of one reply.
 
-    `wait` is called on the clients' thread, other methods on the HTTP thread; no calls overlap.
+    `wait` is called on the thread that watches all clients (`Clients`), other methods on the
+    request's HTTP thread. No calls overlap.
     """
 
     @property
@@ -82,7 +83,7 @@ class Request:
 
 
 class API(Protocol):
-    """An API other than stock's.
+    """An API that mlx-lm does not have.
 
     refuses_in_stream: whether streaming clients expect an error with a code in the stream, and
     ignore the status.

@@ -202,7 +202,7 @@ RARE = "memory-policy shared-size attention draft served-name isolation show-tex
 
 
 class HelpAll(Action):
-    """Prints the help with the rare options. `const` has the rare options' actions, by name."""
+    """Prints the help with the rare options. `const` maps each rare option's name to its action."""
 
     def __call__(self, parser: ArgumentParser, *args: Any) -> None:
         for name, action in self.const.items():
@@ -234,7 +234,7 @@ def from_args(args: Namespace, rank: int = 0, n_ranks: int = 1) -> Config:
     """Read the parsed command line. Raises ConfigError if options contradict each other.
 
     `rank` is the number of this process among the `n_ranks` that compute the model. `args.kv_bits`
-    is set to None: stock's own quantizing turns batching off.
+    is set to None: the stock server's own quantizing turns batching off.
     """
     if n_ranks > 1 and args.kvpersist_shared is not None:
         raise ConfigError(

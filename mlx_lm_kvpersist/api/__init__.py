@@ -1,1 +1,1 @@
-"""HTTP: fields and headers for the cache, the operator's routes, agents, and further APIs."""
+"""HTTP: request headers and fields, the operator's routes, agents, Messages and Responses APIs."""

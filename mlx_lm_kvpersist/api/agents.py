@@ -323,7 +323,7 @@ def warm(service: Service, handler: Any, name: str, content: Any) -> Any:
 def warm_at_start(
     service: Service, files: Sequence[Path], serve: Callable[[Callable[[Any], None]], None]
 ) -> None:
-    """Warm the files in a separate thread. The hook `started` describes `serve`."""
+    """Compute and pin each file's prompt, in a separate thread. `started` describes `serve`."""
 
     def warm_file(file: Path, handler: Any) -> None:
         done = warm(service, handler, session_name(file), read_prompt(file))

@@ -93,7 +93,7 @@ def readable(value: Any, depth: int = 0) -> str:
 
 
 class ReplyParts(ABC):
-    """One reply, converted to the events of an API other than stock's.
+    """One reply, converted to the events of an API other than mlx-lm's.
 
     White space alone is not sent as a part: a client would drop the part, and later send back
     a different reply.

@@ -24,7 +24,7 @@ from .session_keys import is_kept
 RESPONSES_PATH = "/v1/responses"
 
 _USUAL_TOKENS = 32_768
-"""The limit of a reply if the request sets none. Stock's 512 tokens would cut off a file."""
+"""The limit of a reply if the request sets none. mlx-lm's 512 tokens would cut off a file."""
 _PASSED_ON = ("model", "temperature", "top_p", "prompt_cache_key", "metadata")
 _STATEFUL = ("previous_response_id", "conversation", "background", "prompt")
 _ROLES = ("user", "assistant", "system", "developer")

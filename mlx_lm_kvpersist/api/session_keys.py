@@ -168,7 +168,7 @@ def normalise(messages: Messages, tools: Any) -> None:
 
     Claude Code's billing line is removed from the beginning of a first system message. The same
     words elsewhere are the user's text. Content that is a single text part becomes a string:
-    clients use either form. Reasoning gets both field names: stock sends one, most templates read
+    clients use either form. Reasoning gets both field names: mlx-lm sends one, most templates read
     the other.
     """
     match messages[:1]:

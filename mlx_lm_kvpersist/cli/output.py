@@ -92,9 +92,9 @@ def fitted(text: str, width: int) -> str:
 
 
 def called(name: str | None, note: Mapping[str, str]) -> str:
-    """Return a session's title, name or first words; "" if it has none.
+    """Return a session's title, otherwise its name, otherwise the conversation's first words.
 
-    The first words replace a name that is an id.
+    If the name looks like an id, the first words come before it. Returns "" if all are missing.
     """
     name, words = name or "", note.get("words", "")
     text = note.get("title") or (words if words and _IS_ID.search(name) else name or words)

@@ -390,7 +390,7 @@ class _Fitting:
 
 
 def _fit_call(template: Template, call: dict[str, Any], usual_id: str) -> dict[str, Any]:
-    """Return a call whose id and arguments the template renders. Stock reads arguments as JSON."""
+    """Return a call whose id and arguments the template renders. mlx-lm reads arguments as JSON."""
     function = {"arguments": {}, **call["function"]}
     arguments = parsed = function["arguments"]
     if (call_id := template.id_of(call.get("id"), usual_id)) != call.get("id"):
@@ -415,7 +415,7 @@ def _kind(message: Message) -> str:
 
 
 def _as_rendered(message: Message) -> Message:
-    """Return a message as stock gives it to the template."""
+    """Return a message as mlx-lm gives it to the template."""
     rendered = {**message, "content": text_of(message.get("content"))}
     if _kind(message) in _CALLS:
         rendered["tool_calls"] = calls = [dict(call) for call in message["tool_calls"]]

@@ -31,7 +31,7 @@ PREFILL = "prefill"
 """The cache type of a prompt that is still being computed; see `TakenRequest.insert`."""
 
 REPLY = "assistant"
-"""Stock's cache type at the end of a reply; the ends of earlier segments have other types."""
+"""mlx-lm's cache type at the end of a reply; the ends of earlier segments have other types."""
 
 PARKED = "parked"
 """The cache type of a reply that was taken out of the batch, and continues later."""
@@ -95,7 +95,7 @@ class ClientRequest:
     continues = False
     """Whether the reply continues the last message, a message of the assistant."""
     places: Sequence[str] = ()
-    """For an API other than stock's, the name of each message in the client's body."""
+    """For an API other than mlx-lm's, the name of each message in the client's body."""
 
     def __init__(self, request: Any) -> None:
         self.kind: str = request.request_type
@@ -180,14 +180,14 @@ class PrefillLimits:
 class ModelSupport:
     """A plugin's answer to `model_loaded`. Its functions are called on the generation thread.
 
-    `make_caches()` returns one cache per layer for a new sequence, or None for stock's caches.
+    `make_caches()` returns one cache per layer for a new sequence, or None for mlx-lm's caches.
     `merge(caches)` returns one batch cache for one layer's caches of several sequences; None lets
-    the first cache merge them, as in stock. `together(caches, n_tokens)` gets one layer's caches of
-    several prompts, each a batch of one row, and how many tokens of each prompt come next. It
+    the first cache merge them, as in mlx-lm. `together(caches, n_tokens)` gets one layer's caches
+    of several prompts, each a batch of one row, and how many tokens of each prompt come next. It
     returns one cache to compute them together, padded on the right, or None to compute each alone.
     Caches with the same attribute `kind` share a mask, so prompts are computed together only if
-    these caches have one class. `batches` says whether sequences may be served together at all.
-    If `limits` is None, neither memory nor running replies limit the chunks. `draft` has the caches
+    these caches have one class. `batches` says whether sequences may be served together at all. If
+    `limits` is None, neither memory nor running replies limit the chunks. `draft` has the caches
     and limits of the draft model, if one was loaded. `most_taken_back(caches)` is for steps that
     check draft tokens: it returns the most tokens that one call may append to a batch's caches if
     `trim` must be able to remove any number of them. The default is 0.
@@ -289,7 +289,7 @@ class TakenRequest:
         return True
 
     def enter(self) -> Prepared | None:
-        """Return the prompt to read and the caches of its beginning; None lets stock serve it."""
+        """Return the prompt to read and the caches of its beginning; None lets mlx-lm serve it."""
         return Prepared(self.prompt)
 
     def insert(self, tokens: Sequence[int], caches: list[Any], cache_type: str) -> None:
@@ -398,8 +398,8 @@ def routes() -> list[Route]:  # type: ignore[empty-body]
 def started(serve: Callable[[Callable[[Any], None]], None]) -> None:
     """The server is about to listen. Main thread.
 
-    `serve(function)` calls `function` with a request handler, as if it were a route's `handle`. No
-    client waits for the answer. Any thread may call `serve`.
+    `serve(function)` calls `function` with a request handler, as if it were a route's `handle`. The
+    handler has no client: an answer that `function` sends is not read. Any thread may call `serve`.
     """
 
 
@@ -407,7 +407,7 @@ def started(serve: Callable[[Callable[[Any], None]], None]) -> None:
 def wired_limit(provider: Any, asked_bytes: int) -> int | None:
     """A model was loaded: say how many bytes macOS may keep wired. Generation thread.
 
-    Stock asks for `asked_bytes`, all that the device recommends. Not called on devices without
+    mlx-lm asks for `asked_bytes`, all that the device recommends. Not called on devices without
     wired memory.
     """
 

@@ -231,7 +231,7 @@ class Taken:
         self._safely(self.request.resume, prompt)
 
     def enter(self) -> Prompt | None:
-        """Return the prompt to compute; None if stock serves the request. Raises ClientGone."""
+        """Return the prompt to compute; None if mlx-lm serves the request. Raises ClientGone."""
         prepared: Prepared | None = self._safely(
             self.request.enter, check=hooks.check_prepared, raised=ClientGone
         )
@@ -253,7 +253,7 @@ class Taken:
 
 
 def take_request(request: ClientRequest, prompt: Prompt) -> Taken | None:
-    """Return the `Taken` of the first plugin that takes a request; None if stock serves it."""
+    """Return the `Taken` of the first plugin that takes a request; None if mlx-lm serves it."""
     answer = ask("take_request", request=request, prompt=prompt)
     return None if answer is None else Taken(*answer)
 
@@ -261,7 +261,7 @@ def take_request(request: ClientRequest, prompt: Prompt) -> Taken | None:
 class TakenTokens(list[int]):
     """Token ids of a request that a plugin took. Slices and in-place appends keep `taken`.
 
-    They carry `taken` because stock passes only ids through its generator and prompt cache.
+    They carry `taken` because mlx-lm passes only ids through its generator and prompt cache.
     """
 
     def __init__(self, ids: Iterable[int], taken: Taken) -> None:

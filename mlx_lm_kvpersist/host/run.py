@@ -101,7 +101,7 @@ class PatchChecks:
 
 
 def plugin_run(stock: Callable[..., None]) -> Callable[..., None]:
-    """Return a `run` that starts the plugins before stock's `run`, and ends them after it.
+    """Return a `run` that starts the plugins before mlx-lm's `run`, and ends them after it.
 
     Main thread. If a plugin raises before the server listens, or while the default model is
     prepared, the process ends: the user has asked for this plugin.
@@ -158,7 +158,8 @@ def allow_open_files() -> None:
 def check_address(host: str, port: int) -> None:
     """End the process with one line if the server could not listen at this address.
 
-    Stock notices this only after it has begun to load a model, and still loads the whole model.
+    The stock server begins to load a model before it listens. If it then cannot listen, it still
+    loads the whole model.
     """
     try:
         if not 0 <= port < 1 << 16:  # getaddrinfo would take the port modulo 65536
@@ -194,11 +195,12 @@ def uninterrupted() -> Iterator[None]:
 def ending_cleanly(provider: Any = None, grace_s: float = GRACE_S) -> Iterator[list[int]]:
     """Make SIGTERM and SIGHUP end the server as Ctrl-C does; yield the received signals.
 
-    The handler raises KeyboardInterrupt. Stock catches it, stops listening and joins the generation
-    thread. If threads prevent the end, the process is stopped after `grace_s` seconds, or by a
-    second signal. SIGHUP does not count: if a terminal is closed, the kernel and the shell send one
-    each. The signal of a failed generation thread (`provider.fatal_error`) does not count either.
-    Outside the main thread nothing changes.
+    The handler raises KeyboardInterrupt. The stock server catches it, stops listening and joins the
+    generation thread. If threads prevent the end, the process is stopped after `grace_s` seconds,
+    or immediately by a second signal. SIGHUP is not counted as a first or second signal: if a
+    terminal is closed, the kernel and the shell send one each. A second signal is also ignored if
+    the generation thread has failed (`provider.fatal_error`), because the failure itself sends a
+    signal. Outside the main thread nothing changes.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():

@@ -99,8 +99,8 @@ class Lookup:
     """Matches a prompt with the stored text, and restores caches that hold the prompt's beginning.
 
     In `prompt`, earlier replies already have the ids that the model produced, if `retokenize` found
-    them. Several ranks restore only the tokens that every rank has. Ranks above 0 get rank 0's ids,
-    and restore at most `n_worth` tokens.
+    them. With several ranks, each rank restores only the tokens that all ranks can restore. Ranks
+    above 0 get rank 0's ids, and restore at most `n_worth` tokens.
     """
 
     def __init__(
@@ -286,8 +286,8 @@ class Lookup:
         """Load the stored tokens into caches, as far as blocks can be read.
 
         O(blocks), plus MLX's work on each block. With one rank, raises ClientGone if `is_gone`
-        returns True or the lookup was closed; this is checked every 0.1 s. Several ranks always
-        finish, because no rank may stop alone.
+        returns True or the lookup was closed; this is checked every 0.1 s. With several ranks, the
+        restore always finishes, because no rank may stop alone.
         """
         if self._prefetch is not None:
             self._prefetch.stop()  # this thread reads the remaining blocks faster

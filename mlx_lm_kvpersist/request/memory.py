@@ -269,7 +269,7 @@ def weights_bytes(*models: Any) -> int:
 def total_bytes(option: int | None, n_weights: int) -> int:
     """Return the size of the account: `option`, or the device's memory less weights and a reserve.
 
-    The default is at least LEAST_BYTES: stock also serves a model that is too large.
+    The default is at least LEAST_BYTES: mlx-lm also serves a model that is too large.
     """
     offered = offered_bytes()
     if option is not None:
@@ -290,9 +290,9 @@ def total_bytes(option: int | None, n_weights: int) -> int:
 
 
 def wired_bytes(n_weight_bytes: int, asked_bytes: int) -> tuple[int | None, str]:
-    """Return how many bytes macOS may wire (None: stock's number), and the reason for the log.
+    """Return how many bytes macOS may wire (None: mlx-lm's number), and the reason for the log.
 
-    asked_bytes: stock's number, the device's recommended maximum.
+    asked_bytes: mlx-lm's number, the device's recommended maximum.
     """
     sizes = f"weights take {show_bytes(n_weight_bytes)} of {show_bytes(asked_bytes)} recommended"
     if n_weight_bytes > NEEDED_ABOVE * asked_bytes:

@@ -53,9 +53,9 @@ _SUPPOSED_TOKEN_S = 1e-3
 class Speed:
     """The speed of computing and restoring a model's prompts on this device.
 
-    The generation thread measures; any thread may read. The steps of replies are not measured, so
-    they do not change whether a prompt is restored. Until a speed is known, restoring counts as
-    faster than computing, which is true on most devices.
+    The generation thread measures; any thread may read. The steps that generate replies are not
+    measured, so their speed never decides whether a prompt is restored. Until a speed is known,
+    restoring counts as faster than computing, which is true on most devices.
 
     `rates` has a running average of each tier's bytes per second. The rate of RAM is the speed of
     joining: every restored byte is joined. The dict is replaced, never changed, because other
@@ -63,7 +63,7 @@ class Speed:
     """
 
     memory: PrefillMemory | None = None
-    """If None, prompts are computed as in stock."""
+    """If None, prompts are computed as in the stock server."""
     pace: Pace = field(default_factory=Pace)
     rates: dict[str, float] = field(default_factory=dict)
     n_positions: float = math.inf
@@ -76,8 +76,8 @@ class Speed:
     ) -> PrefillLimits | None:
         """Return the limits for computing prompts; a reply should wait for at most `max_stall_s`.
 
-        The wait can be longer, because a chunk has at least 32 tokens. Return None if prompts are
-        computed as in stock.
+        The wait can be longer, because a chunk has at least 32 tokens. Return None if `memory` is
+        None: prompts are then computed as in mlx-lm.
         """
         if (memory := self.memory) is None:
             return None

@@ -192,8 +192,9 @@ class Saver:
     ) -> None:
         """Save the blocks of a sequence, whose caches hold `tokens`.
 
-        At the end of a reply all new blocks are written, and the session gets its leaf. Before
-        that, full blocks are written; the unfinished block at a prompt's end stays in RAM.
+        At the end of a reply, all new blocks are written, and the session's end is recorded
+        (`Leaf`). Before that, only full blocks are written; the unfinished block at a prompt's end
+        stays in RAM.
         """
         before = sequence.chain
         if before and not _is_full(before[-1]):
@@ -316,7 +317,7 @@ class CheckpointSaver(Saver):
         cache_type: str,
         store: BlockStore,
     ) -> None:
-        """Save blocks with a checkpoint at their end; after a reply, set the session's leaf."""
+        """Save blocks with a checkpoint at their end; after a reply, record the session's end."""
         ended, before = cache_type == REPLY, sequence.chain
         if cache_type == PREFILL and len(tokens) % CHECKPOINT_EVERY:
             return
@@ -376,8 +377,9 @@ class CheckpointSaver(Saver):
     ) -> list[tuple[Checkpoint, Arrays]]:
         """Return the missing windows and state at the end of the chain.
 
-        A stored window that is longer than needed is enough. With `at_once`, it must also be safe
-        (`BlockStore.is_safe`).
+        A stored window that is longer than needed is enough. `at_once`: the checkpoints are written
+        now, not postponed. A longer window is then enough only if a tier below RAM has it, or if it
+        waits to be written.
         """
         n_tokens = chain[-1].stop
         new: list[tuple[Checkpoint, Arrays]] = []
@@ -501,8 +503,8 @@ def _replies_left(
 ) -> list[Checkpoint]:
     """Return the windows and states of abandoned replies, which branch off after restored blocks.
 
-    No turn follows an abandoned reply, so its only checkpoint is at its end. A branch with a second
-    checkpoint or a session's end is another conversation.
+    No turn follows an abandoned reply, so its only state is at its end. A branch is another
+    conversation if it has a second state, or if another session ends in it.
     """
     n_reused = sequence.n_reused
     # `n_reused` may be some tokens after the end of the last block that both chains share.

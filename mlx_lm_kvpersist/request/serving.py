@@ -94,7 +94,7 @@ class RequestState:
     saved_s: float | None = None
     """The estimated seconds to compute the reused tokens, if known."""
     n_prompt: int = 0
-    """The number of prompt tokens, if stock serves the request."""
+    """The number of prompt tokens, if mlx-lm serves the request."""
     root: Root | None = None
     """The root of the tree that the request's tenant may see, once the model is loaded."""
     messages: Sequence[dict[str, Any]] = field(default=(), repr=False)
@@ -114,7 +114,7 @@ class RequestState:
     """The ids of the prompt and of the reply, once the reply has ended, for `remember`."""
     is_saved: Event | None = field(default=None, repr=False)
     """Set when the ended reply was handed to the store. None until the request enters the batch,
-    and if stock serves the request."""
+    and if mlx-lm serves the request."""
     remembered: frozenset[bytes] = field(default=frozenset(), repr=False)
     """The keys by which the ids of the reply are found."""
 

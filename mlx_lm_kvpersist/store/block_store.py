@@ -364,7 +364,10 @@ class BlockStore:
     # Writer thread.
 
     def _save(self, tasks: Sequence[Task]) -> None:
-        """Save commits, or run notes. A failed commit's blocks stay in RAM, but unpinned."""
+        """Write the commits of tasks to disk; if the tasks are notes, run them to change the index.
+
+        A failed commit's blocks stay in RAM, but unpinned.
+        """
         if tasks[0].is_note:
             self.disk_tier.change("note the reuse of blocks", partial(self._note, tasks))
             return

@@ -191,9 +191,10 @@ class Database:
             raise sqlite3.OperationalError(f"{self.path} is locked: {advice}") from error
 
     def empty_log(self) -> bool:
-        """Give free pages back to the volume, and empty the log; say whether it is empty now.
+        """Give free pages back to the volume, and empty the log; return whether the log is empty.
 
-        If a reader prevents that, the file still contains removed rows.
+        If a reader keeps the log from being emptied, the database's files may still contain removed
+        rows.
         """
         db = self.connection
         # executescript() runs to the end; execute() would stop after one page.

@@ -69,10 +69,11 @@ Progress = Callable[[int, int], None]
 
 
 class DiskStore:
-    """The folder of a store: its index, and its files within limits.
+    """The folder of a store: its index, and the files of blocks and checkpoints.
 
-    Opening makes a missing folder (mode 0700), and rebuilds a missing or damaged index. `check_all`
-    reads the whole index to find damage. Raises StoreError when the folder cannot be used.
+    Files are evicted to stay within `limits`. Opening makes a missing folder (mode 0700), and
+    rebuilds a missing or damaged index. `check_all` reads the whole index to find damage. Raises
+    StoreError when the folder cannot be used.
     """
 
     def __init__(
@@ -375,7 +376,7 @@ class DiskStore:
         return max(over_budget, self._below_floor(n_bytes))
 
     def _below_floor(self, n_bytes: int) -> int:
-        """Return how many bytes of free space are missing if `n_bytes` more are written."""
+        """Return how many bytes below `min_free_bytes` the volume would be after `n_bytes` more."""
         if not self.limits.min_free_bytes:
             return -n_bytes
         return self.limits.min_free_bytes + n_bytes - self.free_bytes()

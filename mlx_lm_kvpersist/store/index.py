@@ -364,7 +364,10 @@ class Index(Rows):
     # Roots and totals.
 
     def roots(self, limit: int = -1, tenant: Root | None = None) -> list[tuple[Root, Totals]]:
-        """Return the largest roots with totals. With `tenant`, only roots of this root's tenant."""
+        """Return the largest roots, with totals.
+
+        With `tenant`, only roots with the same namespace and session as `tenant` are returned.
+        """
         tenant_json = tenant.tenant_json if tenant is not None else ""
         rows = self.ask(
             "SELECT key, about, n_blocks, block_bytes, n_checkpoints, checkpoint_bytes FROM totals "

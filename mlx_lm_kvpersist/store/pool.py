@@ -289,8 +289,10 @@ class BlockPool:
     def _place_of(self, entry: KVBlock) -> tuple[bool, int, bytes] | None:
         """Return an entry's place in the order of eviction; None if it must stay.
 
-        Leaves and checkpoints that are not pinned come first, the least recently used first. Other
-        stored records are last resorts: checkpoints, then the blocks farthest from their root.
+        First come entries that are neither pinned nor prefetched and have no children, the least
+        recently used first. Then come last resorts: other entries that a tier below RAM has and
+        that are not prefetched. Of these, checkpoints come before blocks, and blocks far from their
+        root before others.
         """
         key = entry.block.key
         # A block is useless without its parent, so a block with children stays, or goes last.
@@ -354,7 +356,7 @@ class Prefetch:
         self.stopped = True
 
     def release(self) -> None:
-        """Stop, and unpin everything. Any thread."""
+        """Stop the prefetch, and unpin all its entries, so that they can be evicted. Any thread."""
         with self._pool.lock:
             self.stopped = self._is_released = True
             entries, self._entries = self._entries, []

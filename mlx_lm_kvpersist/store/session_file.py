@@ -1,4 +1,4 @@
-"""A session in one file, to move it between stores: its name, its blocks and checkpoints.
+"""The format of a file that moves a session, with its blocks and checkpoints, between stores.
 
 The file begins with a line of JSON:
 

@@ -350,7 +350,7 @@ class Fetching:
                 self._coming[key] = self._tier.threads.submit(get)
 
     def _result(self, future: Future[Result]) -> Result:
-        """Return a future's result. Raises TooLate if that takes longer than it saves."""
+        """Return a fetch's result. Raises TooLate if the wait exceeds the time that it saves."""
         try:
             return future.result(self._left_s())
         except TooLate as error:

@@ -109,9 +109,9 @@ class PackedKV:
 
     @property
     def n_to_read(self) -> int:
-        """How many tokens a step reads: the whole buffers if at most a quarter is spare room.
+        """How many positions of the buffers a step reads: all, or only those of stored tokens.
 
-        To read less, MLX would have to copy a slice of the buffers first.
+        If at most a quarter is unused, all are read: else MLX would have to copy a slice first.
         """
         capacity = self.buffers[0].shape[2]
         return capacity if (capacity - self.n_tokens) * 4 <= capacity else self.n_tokens
@@ -163,7 +163,8 @@ def dequantized_attention(
 ) -> mx.array:
     """Dequantize and run the fused kernel that mlx-lm runs in full precision.
 
-    At most `tile_bytes`, if given, are dequantized at a time, but at least one head of one row.
+    With `tile_bytes`, at most this number of bytes is dequantized at a time. A single head of one
+    row is never split, even if it is larger.
     """
     queries = pk.prepared(queries, keys.quantization)
     if tile_bytes is None:
@@ -386,7 +387,7 @@ def backend() -> Backend:
 
 
 def least_rows() -> int:
-    """Return the least number of rows for calls of several rows that stock does not make.
+    """Return the least number of rows for calls of several rows that only the plugin makes.
 
     The canary makes such calls. A call of one row is always allowed. MLX's CUDA backend has a
     kernel for products of 2 to 16 rows with quantized weights, and another for up to 32. Compiling

@@ -113,8 +113,8 @@ class PrefillMemory:
     def most_tokens(self, position: int) -> int:
         """Return the longest chunk after `position` cached tokens that stays within the limit.
 
-        If the limit allows fewer tokens than `MIN_CHUNK`, the chunk exceeds the limit. A chunk ends
-        at the next multiple of `stops_every`.
+        If the limit allows fewer tokens than `MIN_CHUNK`, the chunk exceeds the limit. If
+        `stops_every` is set, a chunk ends at its next multiple at the latest.
         """
         # The larger root n of peak_bytes(n, position) = limit_bytes, without a division by 0.
         n_seen = self._seen(position)

@@ -205,7 +205,7 @@ class PluginHTTPServer(StockServer):
     """Lets the running replies end after SIGTERM or SIGHUP. New requests then get 503."""
 
     request_queue_size = 128
-    """Connections that wait to be accepted. Stock allows 5; clients open more at the same time."""
+    """Connections that wait to be accepted. mlx-lm allows 5; clients open more at the same time."""
     generator: Any
     clients: Clients
 

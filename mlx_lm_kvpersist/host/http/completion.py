@@ -1,4 +1,4 @@
-"""Sends a reply from stock's loop to its client, in the form of the client's API.
+"""Sends a reply from mlx-lm's loop to its client, in the form of the client's API.
 
 Clients and proxies give up if nothing comes while a request waits. So a stream gets its headers
 early, and keepalives.
@@ -20,14 +20,14 @@ from .. import manager
 from ..hooks import ClientRequest, frozen
 
 _MARKS = ("think_start", "think_end", "tool_call_start", "tool_call_end")
-"""Attributes of stock's tokenizer: the marks around reasoning and around tool calls."""
+"""Attributes of mlx-lm's tokenizer: the marks around reasoning and around tool calls."""
 
 
 class Completion:
     """One reply. HTTP thread; `keepalive` runs on the clients' thread.
 
-    api: None for stock's own API, whose errors have OpenAI's form. reply: the `ReplyFormat`; None
-    for a path that this package does not know: stock then sends the reply.
+    api: None for mlx-lm's own API, whose errors have OpenAI's form. reply: the `ReplyFormat`; None
+    for a path that this package does not know: mlx-lm then sends the reply.
     """
 
     request: Any = None
@@ -47,7 +47,7 @@ class Completion:
         self._api, self.reply, self._tools = api, reply, tools
         self.stop_words = self.marks = StopWords(())
         """`marks`: stop words with a mark, such as "</think>". They are searched in the tokens,
-        because stock removes marks from the text."""
+        because mlx-lm removes marks from the text."""
         self.streams = streams
         self._context: Any = None
         self._is_open = False
@@ -59,7 +59,7 @@ class Completion:
         self.finish_reason = "stop"
         self.usage = Usage(0, 0, 0, 0)
         self.tokens: list[Any] = []
-        """Stock's responses, for the log probabilities in a reply that is not a stream."""
+        """mlx-lm's responses, for the log probabilities in a reply that is not a stream."""
         self._n_read = self._n_added = self._n_reasoning = 0
         """The numbers of tokens: read, read before the last `add`, and in reasoning."""
         self._unread = ""
@@ -109,7 +109,7 @@ class Completion:
         self._has_ended = True
 
     def _parse_call(self, parse: Callable[..., Any], text: str, shown: Any) -> Any:
-        """Parse a call, also of a tool with `defer_loading`. Save invalid text: stock drops it."""
+        """Parse a call, also of a tool with `defer_loading`. Save invalid text: mlx-lm drops it."""
         try:
             if self._tools is None:
                 raise ValueError("no call is wanted")
@@ -138,7 +138,7 @@ class Completion:
             self._send(self.reply.begin(n_prompt, max(0, n_cached)))
 
     def show_progress(self, n_done: int, n_all: int) -> None:
-        """Send the progress as comments to streams of stock's API, like stock."""
+        """Send the progress as comments to streams of mlx-lm's API, like mlx-lm."""
         self.doing = f"prefill {n_done:,} of {n_all:,}"
         if self._api is None and self.streams:
             self._client.write(f": keepalive {n_done}/{n_all}\n\n".encode())
@@ -184,7 +184,7 @@ class Completion:
             self._client.write(_encoded(events) + done)
 
     def fail(self, status: int, message: str, code: str | None) -> None:
-        """Tell the client why the reply is missing or ends early. Stock would send nothing."""
+        """Tell the client why the reply is missing or ends early. mlx-lm would send nothing."""
         with self._client.lock:
             self._client.end_keepalives()
             in_stream = self._api is not None and self._api.refuses_in_stream
@@ -256,9 +256,9 @@ def _encoded(events: Iterable[Event]) -> bytes:
 
 
 class ChatReply:
-    """One reply. Stock's handler makes each chunk of a stream, or the whole reply.
+    """One reply. mlx-lm's handler makes each chunk of a stream, or the whole reply.
 
-    handler: has the Completion and, like stock's handler, the request's parameters.
+    handler: has the Completion and, like mlx-lm's handler, the request's parameters.
     """
 
     def __init__(self, handler: Any) -> None:

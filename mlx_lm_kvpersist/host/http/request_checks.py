@@ -1,7 +1,7 @@
-"""Reads requests; refuses a request that would end stock's generation thread or get no answer.
+"""Reads requests; refuses a request that would end mlx-lm's generation thread or get no answer.
 
-Stock's batched path catches no exception, and MLX checks no index on the CPU. Values that stock can
-serve are not refused.
+mlx-lm's batched path catches no exception, and MLX checks no index on the CPU. Values that mlx-lm
+can serve are not refused.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def refusal_of(error: Exception, timeout_s: float) -> RequestRefused:
 
 
 def parameters(fields: Mapping[str, Any], args: Any) -> dict[str, Any]:
-    """Return a request's parameters, under the attribute names of stock's handler.
+    """Return a request's parameters, under the attribute names of mlx-lm's handler.
 
     args: the server's options, which have some of the defaults.
     """
@@ -106,14 +106,14 @@ def parameters(fields: Mapping[str, Any], args: Any) -> dict[str, Any]:
 
 
 def check_bias(bias: Any) -> None:
-    """Refuse a logit_bias whose conversion raises an error that stock does not catch."""
+    """Refuse a logit_bias whose conversion raises an error that mlx-lm does not catch."""
     if isinstance(bias, dict):
         is_right = all(isinstance(n, str | int | float) and _fits_float(n) for n in bias.values())
         require(is_right, "logit_bias", bias, "numbers for token ids")
 
 
 def check_parameters(body: Mapping[str, Any], values: Any) -> None:
-    """Refuse wrong parameters that stock's own checks have accepted. HTTP thread.
+    """Refuse wrong parameters that mlx-lm's own checks have accepted. HTTP thread.
 
     values: an object whose attributes are the parameters, or the server's defaults.
     """
@@ -146,7 +146,7 @@ def check_parameters(body: Mapping[str, Any], values: Any) -> None:
 
 
 def check_model(name: str, own: Sequence[str], loaded: str | None) -> None:
-    """Refuse a model that does not exist: stock would first drop the loaded model. HTTP thread.
+    """Refuse a model that does not exist: mlx-lm would first drop the loaded model. HTTP thread.
 
     own: the names of the command line's model, if any. loaded: the model that is loaded now.
     """
@@ -193,7 +193,7 @@ def check_chat(body: Mapping[str, Any]) -> None:
 def is_continued(body: Mapping[str, Any], places: Sequence[str] = ()) -> bool:
     """Tell whether the reply continues the last message. An empty last message is removed.
 
-    places: the names of the messages in the body of an API other than stock's.
+    places: the names of the messages in the body of an API other than mlx-lm's.
     """
     messages, continues = body["messages"], body.get("continue_final_message", False)
     require(isinstance(continues, bool), "continue_final_message", continues, "a boolean")
@@ -214,7 +214,7 @@ def is_continued(body: Mapping[str, Any], places: Sequence[str] = ()) -> bool:
 
 
 def check_messages(messages: Any) -> None:
-    """Refuse messages of a form that stock cannot render. Any thread."""
+    """Refuse messages of a form that mlx-lm cannot render. Any thread."""
     for place, message in placed_objects("messages", messages):
         content, role = message.get("content"), message.get("role")
         require(role is not None, f"{place}.role", role, '"user" or another role')
@@ -233,7 +233,7 @@ def check_messages(messages: Any) -> None:
 def check_ids(args: Any, n_logits: int) -> None:
     """Refuse token ids, top_k and top_logprobs beyond a model's vocabulary. Generation thread.
 
-    n_logits: how many ids the model can sample. Negative ids count from the end, as in stock.
+    n_logits: how many ids the model can sample. Negative ids count from the end, as in mlx-lm.
     """
     top_k = args.sampling.top_k if args.sampling.temperature != 0 else 0
     limit = f"{n_logits:,}, the size of this model's vocabulary"

@@ -43,20 +43,20 @@ else:
 
 RETRY_AFTER_S = 5
 DEFAULT_MODEL = "default_model"
-"""Stock's name for the model of `--model`."""
+"""mlx-lm's name for the model of `--model`."""
 LAST_ANSWERS_S = 5.0
 """How long the process waits until clients of interrupted replies have got their errors."""
 _UNSAID = {400: "Request should be a JSON dictionary", 411: "Content-Length header is required"}
-"""Stock's messages for errors that it sends without an exception."""
+"""mlx-lm's messages for errors that it sends without an exception."""
 
 logger = logging.getLogger(__name__)
 
 
 class PluginAPIHandler(Stock):  # type: ignore[misc]
-    """Answers as stock does, and calls the hooks. Each connection has its own handler and thread.
+    """Answers as mlx-lm does, and calls the hooks. Each connection has its own handler and thread.
 
-    A connection may carry several requests, so each request resets the handler's state. Stock's
-    `do_POST` parses requests to stock's own paths, and an `API` parses its own requests. Stock's
+    A connection may carry several requests, so each request resets the handler's state. mlx-lm's
+    `do_POST` parses requests to mlx-lm's own paths, and an `API` parses its own requests. mlx-lm's
     loop (`handle_completion`) then always streams, and passes each part of the reply to a
     `Completion`. The bytes that the loop itself writes are discarded.
     """
@@ -70,18 +70,18 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     wfile: Any
     requested_model: str
     places: Sequence[str]
-    """The name of each message in the body of an API other than stock's."""
+    """The name of each message in the body of an API other than mlx-lm's."""
     close_connection = True  # http.server can refuse a request before it sets this
     generator: Any
     """The server's response generator, not an ObservedGenerator."""
     completion: Any = None
     """The `Completion` of the request while its reply is generated, else None."""
     stock_response: Callable[..., dict[str, Any]]
-    """Stock's `generate_response`: it makes a chunk of a reply, or the whole reply."""
+    """mlx-lm's `generate_response`: it makes a chunk of a reply, or the whole reply."""
 
     @property
     def body(self) -> Any:
-        """The body, tidied when stock sets it: stock then reads its fields."""
+        """The body, tidied when mlx-lm sets it: mlx-lm then reads its fields."""
         return self._body
 
     @body.setter
@@ -254,7 +254,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             self.completion = None
 
     def complete(self, request: Request, api: API | None, *, is_sent: bool = True) -> None:
-        """Generate a reply, and send it. Raises the errors of generation. api: None for stock's."""
+        """Generate and send a reply. Raises the errors of generation. api: None for mlx-lm's."""
         self._begin(request)
         self.completion = Completion(self, api, request.reply, self.stream, request.tools)
         self.completion.is_sent = is_sent
@@ -296,7 +296,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         self.wfile.write(b'{"status": "ok"}' if is_healthy else b'{"status": "unavailable"}')
 
     def handle_models_request(self) -> None:
-        """List the server's model, stock's list, and two further names of the server's model.
+        """List the server's model, mlx-lm's list, and two further names of the server's model.
 
         Routers take the first name. Claude Code offers only names that begin with "claude". Some
         clients are configured with `default_model`.
@@ -369,7 +369,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
     def handle_completion(
         self, request: Any, stop_words: Iterable[str], *args: Any, **kwargs: Any
     ) -> None:
-        """Generate a reply. Stock gets no stop words: it would compare tokens, not text."""
+        """Generate a reply. mlx-lm gets no stop words: it would compare tokens, not text."""
         if self.completion is None:  # for one of stock's own paths
             self.completion = Completion(self, None, ChatReply(self), self.stream)
         completion = self.completion
@@ -389,7 +389,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
             self.answer_json(200, completion.reply.whole())
 
     def _set_completion_headers(self, status_code: int = 200) -> None:
-        """Begin an answer. Stock's errors are raised instead: all errors are sent in one place."""
+        """Begin an answer. mlx-lm's errors are raised instead: all errors are sent in one place."""
         error = sys.exc_info()[1] if status_code >= 400 else None  # stock passes no error
         if isinstance(error, RequestRefused | GenerationStopped | ConnectionError):
             raise error
@@ -457,7 +457,7 @@ class PluginAPIHandler(Stock):  # type: ignore[misc]
         return {}
 
     def stock_usage(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the last chunk of a stream, with the right type: stock's is `chat.completion`."""
+        """Return the last chunk of a stream, with the right type: mlx-lm's is `chat.completion`."""
         response: dict[str, Any] = super().completion_usage_response(*args, **kwargs)
         return {**response, "object": self.object_type}
 
@@ -488,7 +488,7 @@ def handler_with(
 
 
 def serve_ourselves(handler_class: type[Any], generator: Any, work: Callable[[Any], None]) -> None:
-    """Call `work` with a handler that has no client, but headers that can be set."""
+    """Call `work` with a request handler that has no client; `work` may set its empty headers."""
 
     class NoClient(handler_class):  # type: ignore[misc]
         def handle(self) -> None:
@@ -507,7 +507,7 @@ def serve_ourselves(handler_class: type[Any], generator: Any, work: Callable[[An
 def plugin_run_http_server(stock: Callable[..., None]) -> Callable[..., None]:
     """Return `_run_http_server` with our classes of server and handler.
 
-    `run` ignores its handler_class. `_run_http_server` has stock's class as a default argument, so
+    `run` ignores its handler_class. `_run_http_server` has mlx-lm's class as a default argument, so
     replacing the name APIHandler would change nothing.
     """
     signature = inspect.signature(stock)

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 class Overrides:
     """Expects that a class of the host has the methods that `by` overrides, with equal parameters.
 
-    Parameters that our method names have stock's order and defaults. Our method may take other
+    Parameters that our method names have mlx-lm's order and defaults. Our method may take other
     parameters with `*args` and `**kwargs` if these have defaults.
     """
 
@@ -272,7 +272,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="prompt_cache",
         target="mlx_lm.server:LRUPromptCache",
-        why="Plugins give and save prompt caches; in stock, a full match ends the server.",
+        why="Plugins give and save prompt caches; in mlx-lm, a full match ends the server.",
         expect=(
             Overrides("LRUPromptCache", PluginPromptCache, ("fetch_nearest_cache", "insert_cache")),
         ),
@@ -282,7 +282,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="attention",
         target="mlx_lm.models.base:quantized_scaled_dot_product_attention",
-        why="Caches attend over packed keys themselves; stock attention is wrong for some keys.",
+        why="Caches attend over packed keys themselves; mlx-lm's attention is wrong for some keys.",
         expect=(
             Uses("scaled_dot_product_attention", "quantized_scaled_dot_product_attention"),
             Uses("scaled_dot_product_attention", "hasattr"),
@@ -293,7 +293,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="wired_limit",
         target="mlx.core:set_wired_limit",
-        why="Plugins choose how much macOS keeps wired; stock wires all it can, and Macs panic.",
+        why="Plugins choose how much macOS keeps wired; mlx-lm wires all it can, and Macs panic.",
         expect=(),
         replace=WiredLimit,
         verify=probes.wired_memory_is_chosen,

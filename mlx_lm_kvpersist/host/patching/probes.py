@@ -281,7 +281,7 @@ def prompt_cache_asks_plugins(server: ModuleType) -> None:
 
 
 def single_prompts_are_saved(server: ModuleType) -> None:
-    """A prompt that is served alone is computed and saved before stock gets its last token."""
+    """A prompt that is served alone is computed and saved before mlx-lm gets its last token."""
     with probing() as plugin:
         model: Any = ProbeModel()
         model.make_cache = PluginCaches(model, "probe", plugin.model_loaded())
@@ -475,7 +475,7 @@ def run_starts_and_stops_plugins(server: ModuleType) -> None:
 
 
 def buffers_are_read_after_clearing(mlx: ModuleType) -> None:
-    """After `clear_cache`, an array of Python numbers can reuse a GPU's buffer, as in stock."""
+    """After `clear_cache`, an array of Python numbers can reuse a GPU's buffer, as in mlx-lm."""
     numbers = mlx.random.normal((1 << 16,))
     mlx.eval(numbers)
     mlx.clear_cache()

@@ -37,7 +37,7 @@ else:
     Stock = object
 
 CLEAR_EVERY = 512
-"""Freed memory goes back to the system after this number of reply steps, as in stock."""
+"""Freed memory goes back to the system after this number of reply steps, as in mlx-lm."""
 
 LOOKS_FIRST: ContextVar[Callable[[], bool]] = ContextVar("looks_first", default=lambda: False)
 """A function that tells whether the server looks for requests before the generator's next step."""
@@ -75,7 +75,7 @@ def plugin_batch_generator(stock: type[Any]) -> Callable[..., Any]:
 
 
 class PluginBatchGenerator(Stock):  # type: ignore[misc]
-    """Computes prompts within the plugin's limits, and replies like stock. Generation thread.
+    """Computes prompts within the plugin's limits, and replies like mlx-lm. Generation thread.
 
     Each prompt is a `PromptProcessingBatch` of one row, and the replies are one `GenerationBatch`.
     """
@@ -107,7 +107,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         """The uids of the replies when their caches were last evaluated."""
 
     def insert_segments(self, segments: Any, *args: Any, **kwargs: Any) -> Any:
-        """Queue sequences; stock checks them, and assigns uids."""
+        """Queue sequences; mlx-lm checks them, and assigns uids."""
         uids = super().insert_segments(segments, *args, **kwargs)
         while self._unprocessed_sequences:
             self.queue.append(Prefill(*self._unprocessed_sequences.popleft()))
@@ -116,8 +116,8 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
     def next(self) -> tuple[list[Any], list[Any]]:
         """Make one step of the replies, then compute one chunk of one or more prompts.
 
-        Returns stock's responses for prompts and for replies. If both lists are empty, stock looks
-        for requests.
+        Returns mlx-lm's responses for prompts and for replies. If both lists are empty, mlx-lm
+        looks for requests.
         """
         if self._looks_first():
             return [], []

@@ -1,6 +1,6 @@
 """The images of a prompt: ids that identify them in every comparison of prompts.
 
-The model reads the same ids for all images of one size. Stock tells images apart by 60 bits of
+The model reads the same ids for all images of one size. mlx-lm tells images apart by 60 bits of
 their URLs' hash. Here an image's first id is made from the SHA-256 of its processed pixels
 (`image_ids`), so another format or URL of the same pixels is the same image.
 """
@@ -20,7 +20,7 @@ from ..attachments import IMAGE_KINDS
 
 
 def with_images(prompt: Sequence[int], vision: Any) -> list[int]:
-    """Return a prompt's ids with `image_ids` for images. vision: stock's record of images."""
+    """Return a prompt's ids with `image_ids` for images. vision: mlx-lm's record of images."""
     keys = zip(prompt, vision.cache_key, strict=True)
     ids = [GOES_ON if key < 0 else token for token, key in keys]
     for start, pixels in zip(vision.starts, vision.pixel_values, strict=True):
@@ -51,9 +51,9 @@ def named(messages: Sequence[Mapping[str, Any]], ids: Sequence[int]) -> list[Map
 
 
 def fed_images(fed: Sequence[int], prompt: Sequence[int], vision: Any) -> tuple[list[int], Any]:
-    """Return the ids that the model reads for a prompt, and stock's record of the prompt's images.
+    """Return the ids that the model reads for a prompt, and mlx-lm's record of the prompt's images.
 
-    fed: the prompt with ids of `image_ids`; stock uses it as the key of the caches. prompt,
+    fed: the prompt with ids of `image_ids`; mlx-lm uses it as the key of the caches. prompt,
     vision: the rendered ids and images.
     """
     patch = prompt[vision.starts[0]]

@@ -1,4 +1,4 @@
-"""The server's models: loaded as stock does, and computed with the caches that plugins make.
+"""The server's models: loaded as mlx-lm does, and computed with the caches that plugins make.
 
 A plugin's answer to the hook `model_loaded` becomes the model's `PluginCaches`.
 
@@ -62,7 +62,7 @@ else:
 
 
 class PluginModelProvider(Stock):  # type: ignore[misc]
-    """Loads as stock does, then asks the plugins. Generation thread."""
+    """Loads as mlx-lm does, then asks the plugins. Generation thread."""
 
     is_ready = False
     """Whether requests can be served: the default model, if there is one, is loaded."""
@@ -128,7 +128,7 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
             raise
 
     def load(self, model_path: Any, adapter_path: Any = None, draft_model_path: Any = None) -> Any:
-        """Load as stock does; the command line's model gets `--adapter-path` by default."""
+        """Load as mlx-lm does; the command line's model gets `--adapter-path` by default."""
         if model_path in ("default_model", *self._own_names) and self.cli_args.model is not None:
             model_path = self.cli_args.model
             adapter_path = adapter_path or self.cli_args.adapter_path
@@ -141,7 +141,7 @@ class PluginModelProvider(Stock):  # type: ignore[misc]
         return loaded is not None and loaded == (self.cli_args.model if is_own else name)
 
     def load_default(self) -> None:
-        """Load the model of the command line. Raises ConfigError if stock cannot load it."""
+        """Load the model of the command line. Raises ConfigError if mlx-lm cannot load it."""
         if self.cli_args.model is not None:
             check_model_name(self.cli_args.model)
         self._own_names = own_names(self.cli_args)
@@ -335,7 +335,7 @@ def _computes() -> bool:
 
 
 def caches_of(model: Any) -> PluginCaches:
-    """Return the maker of a loaded model's caches: a plugin, or stock."""
+    """Return the maker of a loaded model's caches: a plugin, or mlx-lm."""
     caches = getattr(model, "make_cache", None)
     if isinstance(caches, PluginCaches):
         return caches
@@ -346,7 +346,7 @@ class PluginCaches:
     """Replaces a model's `make_cache`: a plugin makes and merges the caches.
 
     mlx-lm's `make_prompt_cache` calls a model's `make_cache` if it exists. A plugin's exception
-    would end the generation thread, so it is logged, and stock's caches are made.
+    would end the generation thread, so it is logged, and mlx-lm's own caches are made instead.
     """
 
     def __init__(self, model: Any, plugin: str, support: ModelSupport) -> None:
@@ -368,7 +368,7 @@ class PluginCaches:
         return self._safely(self._support.make_caches, check=check, raised=raised)
 
     def merge(self, cache: Any) -> Any:
-        """Return a batch cache of one row: the plugin's, or stock's if the plugin has none."""
+        """Return a batch cache of one row: the plugin's, otherwise the result of `cache.merge`."""
         merged = self._safely(self._support.merge, (cache,), check=check_batch)
         if merged is None and not hasattr(cache, "merge"):
             raise ValueError(f"{type(cache)} does not yet support batching with history")
@@ -395,7 +395,7 @@ class PluginCaches:
 
 
 class PluginPromptCache(StockPromptCache):  # type: ignore[misc]
-    """Stock's prompt cache, but a request that a plugin took gets the plugin's caches.
+    """mlx-lm's prompt cache, but a request that a plugin took gets the plugin's caches.
 
     An exception, or a fetch that leaves no token to compute, would end the generation thread.
     So `Taken` catches the exceptions of plugins, and every fetch leaves a token. Generation thread.

@@ -1,7 +1,7 @@
 """The prompts that are being computed: order, chunks, and calls for several prompts.
 
-A request that is served alone is computed in the same chunks, and plugins save each chunk. Stock
-then computes the last token and the reply. Stock alone would compute the whole prompt even if the
+A request that is served alone is computed in the same chunks, and plugins save each chunk. mlx-lm
+then computes the last token and the reply. mlx-lm alone would compute the whole prompt even if the
 client leaves, and save it only after the reply. Generation thread.
 """
 
@@ -79,7 +79,7 @@ def most_tokens(
 
 @dataclass(eq=False)
 class Prefill:
-    """A prompt from the queue until its reply begins. Stock's fields come first, in stock's order.
+    """A prompt from the queue until its reply begins. mlx-lm's fields come first, in its order.
 
     `segments` are the ids that are left; the last segment is one id, with which the reply begins.
     `caches`, one per layer, hold `tokens`; `batch` has the caches once computing has begun.
@@ -96,7 +96,7 @@ class Prefill:
     stops: Any
     _: KW_ONLY  # raises TypeError if stock's items get another field
     row: Any = None
-    """Stock's batch of a parked reply, without caches: it has the next token and the counters."""
+    """mlx-lm's batch of a parked reply, without caches: it has the next token and the counters."""
     is_alone: bool = False
     """Whether to compute the prompt alone: it was parked, or failed with other prompts."""
     batch: Any = None
@@ -370,7 +370,7 @@ class ComputedModel:
 
 
 def _compute_prompt(request: Taken, options: dict[str, Any]) -> int:
-    """Compute a prompt except its last token, which stays for stock in `options`.
+    """Compute a prompt except its last token, which stays for mlx-lm in `options`.
 
     Returns the prompt's length in tokens. Raises ClientGone if the client has left.
     """

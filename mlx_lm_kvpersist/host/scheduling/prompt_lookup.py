@@ -57,9 +57,10 @@ class Occurrences:
 class PromptLookup:
     """Makes the steps of a single reply; some steps have several tokens. Generation thread.
 
-    The gains and losses of drafts are summed, in steps. Nothing is drafted while the sum is
-    negative. So if all drafts are wrong, a long reply takes about 1% longer (`PAID_OFF`).
-    A call of the model gets at most `most_taken_back(caches)` tokens.
+    A draft gains the time of the steps that it makes unnecessary, and loses the additional time of
+    its own step. Gains and losses are added up, in units of a usual step's time. Nothing is drafted
+    while the sum is negative. So if all drafts are wrong, a long reply takes about 1% longer
+    (`PAID_OFF`). A call of the model gets at most `most_taken_back(caches)` tokens.
     """
 
     def __init__(self, most_taken_back: Callable[[Sequence[Any]], int]) -> None:
@@ -70,7 +71,7 @@ class PromptLookup:
         self._n_ids = N_LAST
 
     def next(self, batch: Any) -> tuple[list[Any], bool]:
-        """Make a step of stock's batch; return its responses, and whether ids were drafted.
+        """Make a step of mlx-lm's batch; return its responses, and whether ids were drafted.
 
         Ids are drafted only for a single reply without processors, because processors see one token
         at a time. A step with drafts has several responses, in order, up to the end of the reply.
@@ -159,6 +160,6 @@ def checked(batch: Any, ids: list[int]) -> list[Any]:
 
 
 def _computed(batch: Any, token: int, logprobs: mx.array) -> tuple[list[int], list[mx.array]]:
-    """Return the result of stock's `_step` for a token that was computed before."""
+    """Return the result of mlx-lm's `_step` for a token that was computed before."""
     batch.tokens[0].append(token)
     return [token], [logprobs]

@@ -75,19 +75,19 @@ class RequestQueue(Queue[Any]):
 
 
 class PluginResponseGenerator(Stock):  # type: ignore[misc]
-    """Tokenizes as stock does, and calls the plugins' hooks before and after. Generation thread.
+    """Tokenizes as mlx-lm does, and calls the plugins' hooks before and after. Generation thread.
 
-    Stock catches no exception of `_next_request`, so this method must never raise. If the thread
-    ends, the server ends; stock's server would continue without generating.
+    mlx-lm catches no exception of `_next_request`, so this method must never raise. If the thread
+    ends, the server ends; mlx-lm's server would continue without generating.
     """
 
     _serving = False
     _model: Any = None
     """The model of the request that entered last, and thus of the served sequences."""
     _entering: Waiting | None = None
-    """The request that entered last, until stock tokenizes it."""
+    """The request that entered last, until mlx-lm tokenizes it."""
     _has_looked = False
-    """Whether stock has looked for requests since the last step."""
+    """Whether mlx-lm has looked for requests since the last step."""
     _has_stepped = False
     """Whether a step has run since the batch began."""
     _stops = _is_told_to_stop = False
@@ -107,9 +107,9 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         return ranks()
 
     def _next_request(self, timeout: float | None = None) -> Any:
-        """Return the next request that stock is to serve, None if no request may enter.
+        """Return the next request that mlx-lm is to serve, None if no request may enter.
 
-        While stock serves a batch, it passes no timeout. This method then waits only before the
+        While mlx-lm serves a batch, it passes no timeout. This method then waits only before the
         batch's first step. A request that would end the batch overtakes no other request. While
         nothing is served, the oldest request enters immediately.
         """
@@ -196,9 +196,9 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         return LOOK_S if is_arriving and self._admission.left_s(QUIET_GAP_S) > 0 else None
 
     def _looks_first(self) -> bool:
-        """Whether stock looks for requests before the next step; never True twice in a row.
+        """Whether mlx-lm looks for requests before the next step; never True twice in a row.
 
-        If a batch ends for another model, stock does not look, and the steps must continue.
+        If a batch ends for another model, mlx-lm does not look, and the steps must continue.
         """
         self._has_looked = not self._has_looked and self._is_asked_of_all()
         self._has_stepped |= not self._has_looked
@@ -239,7 +239,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
             self._stops = stops
 
     def _share_object(self, obj: Any) -> Any:
-        """Return rank 0's object. Unlike stock, detect a rank that expects another message."""
+        """Return rank 0's object. Unlike mlx-lm, detect a rank that expects another message."""
         return self._ranks.told(obj, "what stock shares")
 
     def _joins(self, waiting: Waiting) -> bool:
@@ -268,7 +268,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def generate(
         self, request: Any, generation_args: Any, *args: Any, **kwargs: Any
     ) -> tuple[Any, Iterator[Any]]:
-        """Queue a request; return stock's context and an iterator of its tokens. HTTP thread."""
+        """Queue a request; return mlx-lm's context and an iterator of its tokens. HTTP thread."""
         queued_s = time.perf_counter()
         try:
             ARRIVING[threading.get_ident()] = queued_s
@@ -288,7 +288,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
     def _render_ahead(self, request: Any, args: Any) -> None:
         """Tokenize a request for the loaded model, and let plugins wait for its data. HTTP thread.
 
-        Stock does the same work again after a failure, and reports the error.
+        mlx-lm does the same work again after a failure, and reports the error.
         """
         try:
             is_loaded = self.model_provider.is_loaded(args.model.model)
@@ -319,9 +319,9 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         manager.ask("reply_timed", request=ClientRequest.of(request), times_s=tuple(times_s))
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> tuple[Any, ...]:
-        """Return stock's tuple, with the plugin's prompt if a plugin takes the request.
+        """Return mlx-lm's tuple, with the plugin's prompt if a plugin takes the request.
 
-        Stock reports an exception to the client, so `prepare_messages` may refuse a request.
+        mlx-lm reports an exception to the client, so `prepare_messages` may refuse a request.
         """
         waiting, self._entering = self._entering, None
         rendered = self._rendered_once(tokenizer, request, args, waiting)
@@ -467,7 +467,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
         return bool(runs and self.requests.refusal is None)
 
     def generation_available(self) -> bool:
-        """Return True: stock asks before it queues a request, and the queue itself can refuse."""
+        """Return True: mlx-lm asks before it queues a request, and the queue itself can refuse."""
         return True
 
     def _generate(self) -> None:
@@ -513,7 +513,7 @@ class PluginResponseGenerator(Stock):  # type: ignore[misc]
 
 
 def vision_of(tokenized: Sequence[Any]) -> Any:
-    """Return the record of images in stock's `_tokenize` result; None if it has none."""
+    """Return the record of images in mlx-lm's `_tokenize` result; None if it has none."""
     return tokenized[4] if len(tokenized) > 4 else None
 
 
@@ -535,7 +535,7 @@ class Continuing:
 
 
 def with_first_space(tokens: Iterable[Any], prompt: Sequence[int], tokenizer: Any) -> Iterator[Any]:
-    """Yield stock's responses; the first text gets back the space that stock's detokenizer drops.
+    """Yield mlx-lm's responses; the first text gets back the space that mlx-lm's detokenizer drops.
 
     The space must be dropped only at the beginning of a message. prompt: the ids before the reply.
     """
@@ -553,7 +553,7 @@ def with_first_space(tokens: Iterable[Any], prompt: Sequence[int], tokenizer: An
 
 @dataclass(frozen=True)
 class Look:
-    """Rank 0's answer when stock looks for a request."""
+    """Rank 0's answer when mlx-lm looks for a request."""
 
     arrived: Sequence[tuple[Any, Any, dict[str, Any]]] = ()
     """The new requests in the form of `_shareable`."""
@@ -573,7 +573,7 @@ def _shareable(queued: Any) -> tuple[Any, Any, dict[str, Any]]:
 
 
 def _checked(parse: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
-    """Return a parser of tool calls that raises ValueError, as stock expects, for any error."""
+    """Return a parser of tool calls that raises ValueError, as mlx-lm expects, for any error."""
 
     def parse_calls(text: str, tools: Any) -> Any:
         try:

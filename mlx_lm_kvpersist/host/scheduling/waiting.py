@@ -33,15 +33,15 @@ ARRIVING: dict[int, float] = {}
 
 
 class ReplyQueue:
-    """The queue of one request's tokens, in place of stock's queue. Generation thread.
+    """The queue of one request's tokens, in place of mlx-lm's queue. Generation thread.
 
-    Stock puts the context of the reply first, then its progress and its tokens, then None or an
+    mlx-lm puts the context of the reply first, then its progress and its tokens, then None or an
     exception. After the client has left, or the reply has failed, the context is told to stop, and
     no further item is passed on.
     """
 
     stops_stock = True
-    """Whether stock is told immediately to end the reply; if not, the generator ends the reply."""
+    """Whether mlx-lm is told immediately to end the reply; if not, the generator ends the reply."""
 
     def __init__(self, queue: Any, request: ClientRequest) -> None:
         self._queue, self._request = queue, request
@@ -62,7 +62,7 @@ class ReplyQueue:
         return self.is_gone or self._is_told_to_stop
 
     def put(self, item: Any) -> None:
-        """Pass on one of stock's items. If it is a DeviceFailed, raise it, to end the server."""
+        """Pass on one of mlx-lm's items. If it is a DeviceFailed, raise it, to end the server."""
         if self._context is None and not isinstance(item, Exception):
             self._context, self._stop_stock = item, item.stop
             item.stop = self._stop
@@ -90,7 +90,7 @@ class ReplyQueue:
 
 @dataclass(frozen=True)
 class Rendered:
-    """The tuple that stock's `_tokenize` returned for a request, and the prompt in it."""
+    """The tuple that mlx-lm's `_tokenize` returned for a request, and the prompt in it."""
 
     request: ClientRequest
     tokenizer: Any
