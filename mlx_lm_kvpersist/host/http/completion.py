@@ -138,7 +138,7 @@ class Completion:
             self._send(self.reply.begin(n_prompt, max(0, n_cached)))
 
     def show_progress(self, n_done: int, n_all: int) -> None:
-        """Send the progress as comments to streams of mlx-lm's API, like mlx-lm."""
+        """Send the progress as comments to streams of mlx-lm's API, as mlx-lm does."""
         self.doing = f"prefill {n_done:,} of {n_all:,}"
         if self._api is None and self.streams:
             self._client.write(f": keepalive {n_done}/{n_all}\n\n".encode())
