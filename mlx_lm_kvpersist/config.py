@@ -234,7 +234,7 @@ def from_args(args: Namespace, rank: int = 0, n_ranks: int = 1) -> Config:
     """Read the parsed command line. Raises ConfigError if options contradict each other.
 
     `rank` is the number of this process among the `n_ranks` that compute the model. `args.kv_bits`
-    is set to None: the stock server's own quantizing turns batching off.
+    is set to None: mlx-lm's own quantizing would turn batching off.
     """
     if n_ranks > 1 and args.kvpersist_shared is not None:
         raise ConfigError(

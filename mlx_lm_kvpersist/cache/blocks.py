@@ -114,7 +114,7 @@ def copy_state(spec: ModelCacheSpec, caches: Sequence[Any]) -> dict[str, mx.arra
 def copy_newest(
     groups: Sequence[LayerGroup], caches: Sequence[Any], n_tokens: int
 ) -> dict[str, mx.array]:
-    """Return the tokens from the last multiple of `GRID` up to position `n_tokens`.
+    """Return the keys and values of the tokens from the last multiple of `GRID` up to `n_tokens`.
 
     The arrays are evaluated copies in full precision. The result is {} if `n_tokens` is a multiple
     of `GRID`, or if a cache no longer has all of these tokens in full precision.

@@ -247,7 +247,7 @@ def row(
     reused: Sequence[float] | None = None,
     more_is_better: bool = False,
 ) -> dict[str, Any]:
-    """Return a row of medians. reused: tokens that mlx-lm and the plugin reused."""
+    """Return a row of medians. reused: tokens that the stock server and the plugin reused."""
     pairs = [(b, a) if more_is_better else (a, b) for a, b in zip(stock, ours, strict=False)]
     return {
         "what": what,

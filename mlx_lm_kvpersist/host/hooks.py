@@ -391,7 +391,7 @@ def configure(args: Namespace) -> None:
 
 @hookspec
 def routes() -> list[Route]:  # type: ignore[empty-body]
-    """Return HTTP routes to serve, in addition to the stock routes."""
+    """Return HTTP routes to serve, in addition to mlx-lm's routes."""
 
 
 @hookspec

@@ -195,7 +195,7 @@ def uninterrupted() -> Iterator[None]:
 def ending_cleanly(provider: Any = None, grace_s: float = GRACE_S) -> Iterator[list[int]]:
     """Make SIGTERM and SIGHUP end the server as Ctrl-C does; yield the received signals.
 
-    The handler raises KeyboardInterrupt. The stock server catches it, stops listening and joins the
+    The handler raises KeyboardInterrupt. mlx-lm's `run` catches it, stops listening and joins the
     generation thread. If threads prevent the end, the process is stopped after `grace_s` seconds,
     or immediately by a second signal. SIGHUP is not counted as a first or second signal: if a
     terminal is closed, the kernel and the shell send one each. A second signal is also ignored if

@@ -269,7 +269,7 @@ def weights_bytes(*models: Any) -> int:
 def total_bytes(option: int | None, n_weights: int) -> int:
     """Return the size of the account: `option`, or the device's memory less weights and a reserve.
 
-    The default is at least LEAST_BYTES: mlx-lm also serves a model that is too large.
+    The default is at least LEAST_BYTES: like the stock server, serve a model that is too large.
     """
     offered = offered_bytes()
     if option is not None:

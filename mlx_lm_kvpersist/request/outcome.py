@@ -240,7 +240,7 @@ class RequestLog:
     def __init__(self, *, with_text: bool = True) -> None:
         self._with_text = with_text
         self._records: deque[dict[str, Any]] = deque(maxlen=KEPT)
-        """The newest come first."""
+        """The requests that entered last come first."""
 
     def add(self, record: dict[str, Any]) -> dict[str, Any]:
         """Add a record (`RequestState.record`), and return the record that is stored."""
@@ -270,7 +270,8 @@ class RequestLog:
 
     def records(self, *, with_text: bool = True) -> list[dict[str, Any]]:
         """Return the records, newest first; without `with_text` they quote no prompt."""
-        records = self._records.copy()
+        # A request that waited for memory entered after requests that arrived later.
+        records = sorted(self._records.copy(), key=lambda record: record["received"], reverse=True)
         return [record if with_text else unquoted(record) for record in records]
 
 

@@ -145,7 +145,7 @@ class Saver:
 
     @property
     def granule(self) -> int:
-        """If no record is missing, all matched tokens up to a multiple of this are restored."""
+        """If no record is missing, matched tokens up to the last multiple of this are restored."""
         return BLOCK_TOKENS if self.spec.quantized else 1
 
     def find(

@@ -113,8 +113,8 @@ class RequestState:
     produced: tuple[Sequence[int], Sequence[int]] | None = field(default=None, repr=False)
     """The ids of the prompt and of the reply, once the reply has ended, for `remember`."""
     is_saved: Event | None = field(default=None, repr=False)
-    """Set when the ended reply was handed to the store. None until the request enters the batch,
-    and if mlx-lm serves the request."""
+    """Set when the ended reply was handed to the store. None until the request enters, and if
+    mlx-lm serves the request."""
     remembered: frozenset[bytes] = field(default=frozenset(), repr=False)
     """The keys by which the ids of the reply are found."""
 
@@ -420,9 +420,9 @@ class ServedRequest(TakenRequest):
     def advance(self) -> bool:
         """Return whether the request may enter; before that, claim memory, and continue a restore.
 
-        Called between steps until it returns True. O(blocks), and about `Serving.step_s` for the
-        restore. A short restore is left to `enter`. Raises RequestRefused if memory is short and
-        the policy is `refuse`.
+        Called between steps, while other requests run, until it returns True. O(blocks), and about
+        `Serving.step_s` for the restore. A short restore is left to `enter`. Raises RequestRefused
+        if memory is short and the policy is `refuse`.
         """
         state, memory, lookup = self._state, self._serving.memory, self._state.lookup
         if state.stage in (Stage.NEW, Stage.PARKED):

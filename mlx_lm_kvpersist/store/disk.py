@@ -283,7 +283,8 @@ class DiskStore:
         if free < limits.min_free_bytes:
             floor = show_bytes(limits.min_free_bytes)
             effect = "blocks are evicted before new blocks are stored"
-            if self._below_floor(0) > self.index.totals().n_bytes:  # as in `make_room`
+            # Roughly as in `make_room`, which also counts the new bytes.
+            if self._below_floor(0) > self.index.totals().n_bytes:
                 effect = "nothing new is stored"
             text += f"; less than the {floor} of --kvpersist-min-free, so {effect}"
         return f"{text})"

@@ -202,7 +202,7 @@ class SmallState(Rows):
         return records
 
     def add_request(self, record: dict[str, Any]) -> None:
-        """Add a request's tokens to `saved`, and add its record; keep the last `KEPT` records.
+        """Add a request's reused tokens to `saved`; add its record, and keep the last `KEPT`.
 
         A record of more than 4,096 characters is not added.
         """

@@ -107,3 +107,12 @@ def test_a_time_counts_in_buckets_with_an_equal_or_larger_bound() -> None:
     for end, n in (("0.05", 0.0), ("0.1", 1.0), ("250.0", 1.0), ("+Inf", 2.0)):
         assert bucket % (end, n) in text
     assert 'kvpersist_first_token_seconds_sum{outcome="HIT"} 300.1' in text
+
+
+def test_a_request_that_waited_keeps_its_place_in_the_order_of_arrival() -> None:
+    log = RequestLog()
+    first, second, third = RequestState(), RequestState(), RequestState()
+    second.received_s, third.received_s = first.received_s + 1, first.received_s + 2
+    for state in (first, third, second):  # the second waited for memory
+        log.add(state.record("m", Outcome(Kind.MISS, 9)))
+    assert [record["id"] for record in log.records()] == [third.id, second.id, first.id]

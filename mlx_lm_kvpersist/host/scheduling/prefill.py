@@ -1,8 +1,8 @@
 """The prompts that are being computed: order, chunks, and calls for several prompts.
 
-A request that is served alone is computed in the same chunks, and plugins save each chunk. mlx-lm
-then computes the last token and the reply. mlx-lm alone would compute the whole prompt even if the
-client leaves, and save it only after the reply. Generation thread.
+A request that is served alone is computed in the same chunks, and plugins save each chunk. Then
+mlx-lm computes the last token and the reply. Without the plugin, mlx-lm would compute the whole
+prompt even if the client leaves, and save it only after the reply. Generation thread.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Prefill:
     is_alone: bool = False
     """Whether to compute the prompt alone: it was parked, or failed with other prompts."""
     batch: Any = None
-    """A stock batch with this prompt as its row."""
+    """A batch of mlx-lm's class with this prompt as its row."""
     n_tokens: int = field(init=False)
     """How many ids the segments had before any id was computed."""
     passed_over: int = 0
@@ -234,7 +234,7 @@ class Prefills:
         return turn.batch.prompt_cache, chunk[turn]
 
     def merged(self, prefills: Sequence[Prefill]) -> Any:
-        """Return one stock batch for the prompts; their caches are copied once, if possible."""
+        """Return one batch of mlx-lm's class. If possible, the caches are copied only once."""
         first, *following = prefills
         batch = first.batch
         if following:
