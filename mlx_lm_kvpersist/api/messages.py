@@ -222,7 +222,7 @@ def _document(name: str, block: Mapping[str, Any], source: Mapping[str, Any]) ->
 
 
 def _marks_cache(body: Mapping[str, Any]) -> bool:
-    """Tell whether a client uses `cache_control`. If so, it expects the number of stored tokens."""
+    """Tell whether a client uses `cache_control`, and so expects stored tokens in `usage`."""
     messages, system, tools = (body.get(name) for name in ("messages", "system", "tools"))
     contents = [message.get("content") for message in messages or ()]
     blocks = [

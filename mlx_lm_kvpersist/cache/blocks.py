@@ -365,11 +365,11 @@ def canary_difference(
     """Compute the last tokens of restored caches again; return how much their KV differs.
 
     The caches hold the tokens `ids`. Their stored KV is put back at the end. Each token's
-    difference in a slot's keys or values is |new - old| / |old|. Each run of `CANARY_TOKENS` tokens
-    has a median, and the largest median is returned. The result is 0 if the caches cannot be
-    trimmed: states, or windows that have dropped tokens. If `ids` fill the last block of the grid,
-    the recomputed tokens see this block quantized, so half the difference is returned. Tokens up to
-    the last image are skipped, because `ids` do not give the image's pixels.
+    difference in a slot's keys or values is |new - old| / |old|. For each `CANARY_TOKENS` tokens in
+    a row, the median is taken; the largest median is returned. The result is 0 if the caches cannot
+    be trimmed: states, or windows that have dropped tokens. If `ids` fill the last block of the
+    grid, the recomputed tokens see this block quantized, so half the difference is returned. Tokens
+    up to the last image are skipped, because `ids` do not give the image's pixels.
 
     If there are fewer than `least_rows` tokens, each token has its own call, because MLX may
     compile kernels for a call of a few rows.

@@ -173,7 +173,7 @@ class Lookup:
     def _to_use(self, stored: StoredPrefix, match: Match, text: str | None) -> StoredPrefix:
         """Return the prefix with the number of tokens to restore, and why the number is not larger.
 
-        If `text` is None, trees of other roots are not searched for the reason.
+        If `text` is None, the search for this reason leaves out the trees of other roots.
         """
         ids = stored.prompt.ids
         n_most = len(ids) - 1  # the last token must be computed, to get logits

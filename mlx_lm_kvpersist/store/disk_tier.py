@@ -295,7 +295,7 @@ def _row_bytes(block: Record) -> int:
 
 
 def _entries_bytes(*sizes: int) -> int:
-    """Return how many bytes entries of the given sizes may add to the index and its log."""
+    """Return the bytes that entries of the given sizes may add to the index and its log."""
     return 2 * sum(64 + n + (_PAGE_BYTES if n > _PAGE_BYTES // 5 else 0) for n in sizes)
 
 

@@ -317,7 +317,7 @@ class OwnFiles:
 
 
 def has_own_name(name: str) -> bool:
-    """Say whether a path below a folder, or an object's name, has a form that we give."""
+    """Say whether a path below a folder, or an object's name, has one of the store's forms."""
     return _FORMS.fullmatch(name) is not None
 
 

@@ -92,7 +92,7 @@ class StoredSessions:
         return answer
 
     def _sums(self, index: Index, sessions: Sequence[Session]) -> dict[bytes, tuple[int, int, int]]:
-        """Return each chain's number of blocks, number of blocks in RAM, and bytes, by leaf."""
+        """Return each session's blocks, blocks in RAM, and bytes, by its last block (leaf)."""
         sums: dict[bytes, tuple[int, int, int]] = {}
         for key, parent, n_bytes, *_ in index.outline({session.leaf for session in sessions}):
             n_above, n_in_ram_above, bytes_above = sums.get(parent, (0, 0, 0))
@@ -117,8 +117,8 @@ class StoredSessions:
     ) -> list[dict[str, Any]]:
         """Add to each request's record a session's `title` and, if `with_text`, first `words`.
 
-        That session is the last used of the request's name and namespace. Both fields are
-        None without a session, and while the index cannot be read.
+        If several sessions have the request's name and namespace, the last used session is taken.
+        Both fields are None without a session, and while the index cannot be read.
         """
         wanted = {(record["session"], record["namespace"]) for record in records}
         newest: dict[tuple[str | None, str], Session] = {}

@@ -379,8 +379,8 @@ class PackedCache(Buffers):
 
     @property
     def n_packed(self) -> list[int]:
-        """How many tokens at each row's start are packed: all that `newest` lacks, and all before
-        the row's last block."""
+        """How many tokens at each row's start are packed: all tokens before the row's last block,
+        and the last block's tokens that `newest` does not hold."""
         return [
             max(n - n_held, (n - 1) // pk.GRID * pk.GRID)
             for n, n_held in zip(self.lengths, self.newest.lengths, strict=True)

@@ -1,4 +1,4 @@
-"""The server's models: loaded as mlx-lm does, and computed with the caches that plugins make.
+"""Loads models as mlx-lm does, and computes them with the caches that plugins make.
 
 A plugin's answer to the hook `model_loaded` becomes the model's `PluginCaches`.
 
