@@ -413,7 +413,7 @@ class CheckpointSaver(Saver):
     def superseded(
         self, sequence: RunningSequence, stored: Stored, store: BlockStore
     ) -> list[Checkpoint]:
-        """Return the unneeded windows and states in `stored`, and those of abandoned replies.
+        """Return the windows and states to delete: unneeded in `stored`, or of abandoned replies.
 
         The first checkpoint is kept, because other conversations share it. The newest checkpoints
         are kept, too. If another session ends in the chain, the last checkpoint up to this end is

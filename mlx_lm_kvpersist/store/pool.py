@@ -291,8 +291,8 @@ class BlockPool:
 
         First come entries that are neither pinned nor prefetched and have no children, the least
         recently used first. Then come last resorts: other entries that a tier below RAM has and
-        that are not prefetched. Of these, checkpoints come before blocks, and blocks far from their
-        root before others.
+        that are not prefetched. Checkpoints are evicted first, then the blocks farthest from their
+        root.
         """
         key = entry.block.key
         # A block is useless without its parent, so a block with children stays, or goes last.

@@ -121,9 +121,9 @@ class Writer:
     wait `GATHER_S` for more, unless an action, a caller, or over half of `max_bytes` waits.
 
     If more than `max_bytes` of blocks and checkpoints wait, commits are dropped, because no request
-    may wait for the disk. The oldest commit that a later commit contains is dropped first. If there
-    is no such commit, the oldest commit is dropped. The newest commit is dropped only if `_fits`
-    refuses it. In addition, half of `max_bytes` may be postponed.
+    may wait for the disk. The oldest commit that a later commit contains is dropped first. If no
+    later commit contains an older one, the oldest commit is dropped. The newest commit is dropped
+    only if `_fits` refuses it. In addition, half of `max_bytes` may be postponed.
     """
 
     def __init__(self, max_bytes: int, save: Callable[[Sequence[Task]], object]) -> None:
@@ -189,8 +189,8 @@ class Writer:
     def submit_commit(self, newest: Task) -> int:
         """Queue a commit; return how many turns are lost because too much waits.
 
-        The commit's own turn may be one of these. A dropped turn that a later commit contains is
-        not lost.
+        The commit's own turn may be lost, too. A dropped turn that a later commit contains is not
+        lost.
         """
         victims: list[Task] = []
         n_lost = 0
