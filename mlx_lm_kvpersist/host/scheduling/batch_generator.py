@@ -341,7 +341,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
     def _compute(self, chunk: dict[Prefill, int], error: Exception | None) -> None:
         if error is not None:
             raise error
-        self.prefills.compute(chunk, beside=len(self.replies) > 0)
+        self.prefills.compute(chunk, self.replies._next_tokens if len(self.replies) else None)
         for prefill in chunk:
             response = self._response(prefill)
             if not prefill.segments[0]:

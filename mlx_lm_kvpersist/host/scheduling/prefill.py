@@ -192,8 +192,8 @@ class Prefills:
             stall_s = max(longest_s - step_s - self._waited_s, longest_s / 4)
         return most_tokens(self._limits, len(prefill.tokens), self._step_size, stall_s)
 
-    def compute(self, chunk: dict[Prefill, int], *, beside: bool) -> None:
-        """Compute the decided chunk. The logits are never evaluated.
+    def compute(self, chunk: dict[Prefill, int], step: Any) -> None:
+        """Compute the decided chunk. The logits are never evaluated. step: see `compute_chunk`.
 
         If the caches cannot be joined, all prompts except the first are removed from `chunk`.
         """
@@ -209,7 +209,7 @@ class Prefills:
             inputs.append(ids + [0] * (width - n_tokens))
         states = [cache for prefill in chunk for cache in prefill.batch.prompt_cache]
         self._waited_s = compute_chunk(
-            self._model, inputs, caches, states, self._limits, position, beside=beside
+            self._model, inputs, caches, states, self._limits, position, step
         )
 
     def _joined(self, chunk: dict[Prefill, int]) -> tuple[list[Any], int]:
@@ -280,25 +280,32 @@ def compute_chunk(
     states: Sequence[Any],
     limits: PrefillLimits,
     position: int,
-    *,
-    beside: bool,
+    step: Any = None,
     **options: Any,
 ) -> float:
     """Compute one chunk; let the plugin learn the chunk's time and memory.
 
-    inputs: ids, [B, N]. states: the caches that are evaluated. beside: whether a step of replies
-    may run at the same time, and cause the peak. options: more arguments of the model. Returns how
-    many seconds the chunk waited for that step.
+    inputs: ids, [B, N]. states: the caches that are evaluated. step: the tokens that a step of
+    replies computes at the same time; None if no replies run. options: more arguments of the model.
+    Returns how many seconds the chunk waited for the step, which do not count in the pace.
     """
     started, peak_bytes = time.perf_counter(), peak_memory()
+    if step is not None:  # usually mlx-lm has submitted the step already
+        mx.async_eval(step)  # type: ignore[no-untyped-call]
     model(mx.array(inputs), cache=caches, **options)
+    evaluated = [cache.state for cache in states]
+    if step is not None:  # submitted now, so that the device does not pause after the step
+        mx.async_eval(evaluated)  # type: ignore[no-untyped-call]
     built = time.perf_counter()
-    mx.synchronize()  # a step of the replies may still run, and must not count in the pace
+    if step is not None:
+        mx.eval(step)
+    else:
+        mx.synchronize()  # the last step of an ended reply may still run
     waited_s = time.perf_counter() - built
-    mx.eval([cache.state for cache in states])
+    mx.eval(evaluated)
     n_tokens = len(inputs) * len(inputs[0])
     limits.pace.learn(position, n_tokens, time.perf_counter() - started - waited_s)
-    if not beside:
+    if step is None:  # else the peak may be the step's
         limits.took(n_tokens, position, peak_bytes())
     give_back(limits)
     return waited_s
@@ -365,7 +372,7 @@ class ComputedModel:
 
     def compute(self, ids: list[int], **options: Any) -> None:
         caches, limits, position = self.caches, self.limits, self.n_tokens
-        compute_chunk(self.model, [ids], caches, caches, limits, position, beside=False, **options)
+        compute_chunk(self.model, [ids], caches, caches, limits, position, **options)
         self.n_tokens += len(ids)
 
 

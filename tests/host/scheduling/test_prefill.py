@@ -746,49 +746,64 @@ def test_chunks_during_replies_take_at_most_the_maximum_stall(
     assert sorted(chunks)[len(chunks) // 2] == expected
 
 
+class Device:
+    """Replaces `mx` in our modules, and the clock: queued work takes its time when code waits."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        self.queue: list[tuple[str, float]] = []
+        self.built_s = 0.0
+        """The time of a chunk that has been built and not submitted."""
+        self.n_idle = self.n_chunks = 0
+        """How many chunks were submitted; how many of them when the device had no work."""
+        computed = Counting.__call__
+
+        def timed(model: Counting, ids: mx.array, cache: list[Any]) -> mx.array:
+            if ids.shape[1] > 1:
+                self.built_s += 0.02 + 1e-3 * ids.shape[1]
+            else:
+                self.queue.append(("step", 0.08))  # mlx-lm submits it one step ahead
+            return computed(model, ids, cache)
+
+        monkeypatch.setattr(Counting, "__call__", timed)
+        clock = SimpleNamespace(perf_counter=lambda: self.now_s)
+        for module in (batch_generator, prefill):
+            monkeypatch.setattr(module, "time", clock)
+            monkeypatch.setattr(module, "mx", self)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(mx, name)
+
+    def async_eval(self, *arrays: Any) -> None:
+        mx.async_eval(*arrays)  # type: ignore[no-untyped-call]
+        if self.built_s and not is_step(arrays):
+            self.n_chunks += 1
+            self.n_idle += not self.queue
+            self.queue.append(("chunk", self.built_s))
+            self.built_s = 0.0
+
+    def synchronize(self) -> None:
+        self.now_s += sum(seconds for _, seconds in self.queue)
+        self.queue.clear()
+
+    def eval(self, *arrays: Any) -> None:
+        self.async_eval(*arrays)
+        mx.eval(*arrays)
+        after: list[tuple[str, float]] = []
+        if is_step(arrays):
+            while self.queue and self.queue[-1][0] == "chunk":
+                after.insert(0, self.queue.pop())
+        self.synchronize()
+        self.queue = after
+
+
 @pytest.mark.parametrize("n_beside", [0, 3])
 def test_steps_of_replies_do_not_change_the_learned_pace(
     serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch, n_beside: int
 ) -> None:
     """MLX queues work on a device, so a chunk waits for the replies' step."""
-    now_s = queued_s = built_s = 0.0
-
-    class Device:
-        """Replaces `mx` in our modules: queued work takes its time when code waits for it."""
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(mx, name)
-
-        def synchronize(self) -> None:
-            nonlocal now_s, queued_s
-            now_s, queued_s = now_s + queued_s, 0.0
-
-        def eval(self, *arrays: Any) -> None:
-            nonlocal queued_s, built_s
-            queued_s, built_s = queued_s + built_s, 0.0
-            self.synchronize()
-            mx.eval(*arrays)
-
-    computed = Counting.__call__
-
-    def timed(model: Counting, ids: mx.array, cache: list[Any]) -> mx.array:
-        nonlocal queued_s, built_s
-        if ids.shape[1] > 1:
-            built_s += 0.02 + 1e-3 * ids.shape[1]
-        else:
-            queued_s += 0.08  # stock queues a step ahead
-        return computed(model, ids, cache)
-
-    serving = serve(max_chunk=4096, max_stall_s=0.4)
-    clock = SimpleNamespace(perf_counter=lambda: now_s)
-    for module in (batch_generator, prefill):
-        monkeypatch.setattr(module, "time", clock)
-        monkeypatch.setattr(module, "mx", Device())
-    monkeypatch.setattr(Counting, "__call__", timed)
-    for n in range(n_beside):
-        running = serving.ask(1000 * n, 20, 4000)
-        while not running.answer:
-            serving.step()
+    serving, _ = serve(max_chunk=4096, max_stall_s=0.4), Device(monkeypatch)
+    beside_replies(serving, n_beside)
     pace = serving.plugin.limits.pace
     for first in (4000, 9000):
         asked = serving.ask(first, 4000)
@@ -797,6 +812,29 @@ def test_steps_of_replies_do_not_change_the_learned_pace(
     chunks = [rows[0] for rows in serving.model.computed if max(rows) > 1]
     assert (max(chunks) == 256) is (n_beside > 0)
     assert pace.seconds(0, 4000) == pytest.approx(4000e-3 + 4000 / 512 * 0.02, rel=0.02)
+
+
+def test_device_computes_a_chunk_directly_after_the_step_of_the_replies(
+    serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chunk is submitted while the step runs, so that the device is not idle between them."""
+    serving, device = serve(max_chunk=64, max_stall_s=0.4), Device(monkeypatch)
+    beside_replies(serving, 2)
+    device.n_chunks = device.n_idle = 0
+    serving.run(serving.ask(4000, 500))
+    assert device.n_chunks >= 8 and device.n_idle == 0
+
+
+def is_step(arrays: tuple[Any, ...]) -> bool:
+    """Whether the arrays are the tokens of a step, not the caches of a chunk."""
+    return isinstance(arrays[0], mx.array)
+
+
+def beside_replies(serving: Serving, n_replies: int) -> None:
+    for n in range(n_replies):
+        running = serving.ask(1000 * n, 20, 4000)
+        while not running.answer:
+            serving.step()
 
 
 class Unmergeable(KVCache):  # type: ignore[misc]
