@@ -26,6 +26,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ...errors import ClientGone
 from ..hooks import PARKED, PREFILL, REPLY, Prompt
 from ..manager import TakenTokens
+from .logprobs import next_logprobs, with_logprobs
 from .model_provider import PluginCaches, Step
 from .prefill import Prefill, Prefills, give_back
 from .prompt_lookup import PromptLookup
@@ -190,12 +191,14 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             mx.clear_cache()
         try:
             self._copy_rows()
+            logprobs = next_logprobs(self.replies)
             started = time.perf_counter()
             if self.prefills.all:
                 responses = self.replies.next()
             else:
                 responses, is_drafted = self._lookup.next(self.replies)
                 self._n_steps += len(responses) - 1 if is_drafted else 0
+            with_logprobs(responses, logprobs)
         except Exception as error:
             self._fail_replies(rows, error)
             responses, step_s = [], 0.0

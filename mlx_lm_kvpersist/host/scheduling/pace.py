@@ -49,13 +49,20 @@ class Pace:
         """A dict that is replaced, never changed: other threads iterate over it."""
         self._sizes: set[int] = set()
 
-    def learn(self, position: int, n_tokens: int, seconds: float) -> None:
+    def learn(self, position: int, n_tokens: int, seconds: float, *, unsure_s: float = 0.0) -> None:
         """Learn that a chunk of `n_tokens` after `position` cached tokens took `seconds`.
+
+        Up to `unsure_s` of `seconds` may be a wait for something else. Of the possible times, the
+        one is learned that is nearest to earlier measurements, or the longest without any.
 
         The first chunk of a size, or in a range of positions, is ignored if it was much slower than
         others: kernels were compiled.
         """
         place = position.bit_length()
+        if unsure_s and place in self._sums:
+            line = self._line(place)
+            expected_s = line.overhead_s + n_tokens * line.token_s
+            seconds = min(seconds, max(expected_s, seconds - unsure_s))
         is_first = n_tokens not in self._sizes
         self._sizes.add(n_tokens)
         if is_first and self.tokens(position, seconds / 2) > n_tokens:

@@ -283,28 +283,31 @@ def compute_chunk(
     step: Any = None,
     **options: Any,
 ) -> float:
-    """Compute one chunk; let the plugin learn the chunk's time and memory.
+    """Compute one chunk; let the plugin learn the chunk's time, and its memory if no replies run.
 
     inputs: ids, [B, N]. states: the caches that are evaluated. step: the tokens that a step of
     replies computes at the same time; None if no replies run. options: more arguments of the model.
-    Returns how many seconds the chunk waited for the step, which do not count in the pace.
+    Returns how many seconds the chunk waited for the step.
     """
     started, peak_bytes = time.perf_counter(), peak_memory()
-    if step is not None:  # usually mlx-lm has submitted the step already
+    if step is not None:  # if a reply has begun or ended, the tokens are not submitted yet
         mx.async_eval(step)  # type: ignore[no-untyped-call]
     model(mx.array(inputs), cache=caches, **options)
     evaluated = [cache.state for cache in states]
     if step is not None:  # submitted now, so that the device does not pause after the step
         mx.async_eval(evaluated)  # type: ignore[no-untyped-call]
     built = time.perf_counter()
+    # MLX limits the work in its queue, so submitting may also have waited for the step.
+    unsure_s = 0.0 if step is None else built - started
     if step is not None:
         mx.eval(step)
     else:
         mx.synchronize()  # the last step of an ended reply may still run
     waited_s = time.perf_counter() - built
     mx.eval(evaluated)
-    n_tokens = len(inputs) * len(inputs[0])
-    limits.pace.learn(position, n_tokens, time.perf_counter() - started - waited_s)
+    mx.synchronize()  # raises the errors of work that had ended before `eval` looked
+    n_tokens, chunk_s = len(inputs) * len(inputs[0]), time.perf_counter() - started - waited_s
+    limits.pace.learn(position, n_tokens, chunk_s, unsure_s=unsure_s)
     if step is None:  # else the peak may be the step's
         limits.took(n_tokens, position, peak_bytes())
     give_back(limits)

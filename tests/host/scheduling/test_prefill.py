@@ -747,14 +747,21 @@ def test_chunks_during_replies_take_at_most_the_maximum_stall(
 
 
 class Device:
-    """Replaces `mx` in our modules, and the clock: queued work takes its time when code waits."""
+    """Replaces `mx` in our modules, and the clock: queued work takes its time when code waits.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_limited: whether submitting a chunk waits for the steps in the queue, as MLX does if the
+    queue is long.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_limited: bool = False) -> None:
         self.now_s = 0.0
+        self.is_limited = is_limited
+        self.submitted: list[mx.array] = []
+        """The tokens of steps."""
         self.queue: list[tuple[str, float]] = []
         self.built_s = 0.0
         """The time of a chunk that has been built and not submitted."""
-        self.n_idle = self.n_chunks = 0
+        self.n_chunks = self.n_idle = 0
         """How many chunks were submitted; how many of them when the device had no work."""
         computed = Counting.__call__
 
@@ -776,9 +783,13 @@ class Device:
 
     def async_eval(self, *arrays: Any) -> None:
         mx.async_eval(*arrays)  # type: ignore[no-untyped-call]
-        if self.built_s and not is_step(arrays):
+        if is_step(arrays):
+            self.submitted.extend(arrays)
+        elif self.built_s:
             self.n_chunks += 1
             self.n_idle += not self.queue
+            if self.is_limited:
+                self.synchronize()
             self.queue.append(("chunk", self.built_s))
             self.built_s = 0.0
 
@@ -787,10 +798,11 @@ class Device:
         self.queue.clear()
 
     def eval(self, *arrays: Any) -> None:
+        is_earlier = any(arrays[0] is tokens for tokens in self.submitted)
         self.async_eval(*arrays)
         mx.eval(*arrays)
         after: list[tuple[str, float]] = []
-        if is_step(arrays):
+        if is_earlier:
             while self.queue and self.queue[-1][0] == "chunk":
                 after.insert(0, self.queue.pop())
         self.synchronize()
@@ -805,13 +817,25 @@ def test_steps_of_replies_do_not_change_the_learned_pace(
     serving, _ = serve(max_chunk=4096, max_stall_s=0.4), Device(monkeypatch)
     beside_replies(serving, n_beside)
     pace = serving.plugin.limits.pace
-    for first in (4000, 9000):
-        asked = serving.ask(first, 4000)
-        while not asked.answer:
-            serving.step()
+    compute(serving, 4000, 9000)
     chunks = [rows[0] for rows in serving.model.computed if max(rows) > 1]
     assert (max(chunks) == 256) is (n_beside > 0)
     assert pace.seconds(0, 4000) == pytest.approx(4000e-3 + 4000 / 512 * 0.02, rel=0.02)
+
+
+@pytest.mark.parametrize("n_beside", [0, 3])
+def test_waiting_while_a_chunk_is_submitted_does_not_change_the_learned_pace(
+    serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch, n_beside: int
+) -> None:
+    serving = serve(max_chunk=4096, max_stall_s=0.4)
+    device = Device(monkeypatch, is_limited=True)
+    compute(serving, 4000, 9000)
+    beside_replies(serving, n_beside)
+    device.n_chunks = 0
+    compute(serving, 4000, 9000)
+    assert device.n_chunks > 20 * (n_beside > 0)
+    learned_s = serving.plugin.limits.pace.seconds(0, 4000)
+    assert learned_s == pytest.approx(4000e-3 + 4000 / 512 * 0.02, rel=0.02)
 
 
 def test_device_computes_a_chunk_directly_after_the_step_of_the_replies(
@@ -828,6 +852,14 @@ def test_device_computes_a_chunk_directly_after_the_step_of_the_replies(
 def is_step(arrays: tuple[Any, ...]) -> bool:
     """Whether the arrays are the tokens of a step, not the caches of a chunk."""
     return isinstance(arrays[0], mx.array)
+
+
+def compute(serving: Serving, *firsts: int) -> None:
+    """Compute prompts of 4,000 tokens, one after the other, up to their first reply tokens."""
+    for first in firsts:
+        asked = serving.ask(first, 4000)
+        while not asked.answer:
+            serving.step()
 
 
 def beside_replies(serving: Serving, n_replies: int) -> None:
