@@ -26,7 +26,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ...errors import ClientGone
 from ..hooks import PARKED, PREFILL, REPLY, Prompt
 from ..manager import TakenTokens
-from .logprobs import next_logprobs, with_logprobs
+from .logprobs import next_logprobs, set_logprobs
 from .model_provider import PluginCaches, Step
 from .prefill import Prefill, Prefills, give_back
 from .prompt_lookup import PromptLookup
@@ -100,6 +100,8 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
         self._is_short = False
         """Whether the last decision parked a reply; if so, no queued prompt begins."""
         self._n_steps = 0
+        self._step_s = 0.0
+        """How long the last step took that ran without prompts."""
         self._progress: list[Any] = []
         """The responses for prompts in the running step."""
         self._tokens: list[Any] = []
@@ -198,7 +200,7 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             else:
                 responses, is_drafted = self._lookup.next(self.replies)
                 self._n_steps += len(responses) - 1 if is_drafted else 0
-            with_logprobs(responses, logprobs)
+            set_logprobs(responses, logprobs)
         except Exception as error:
             self._fail_replies(rows, error)
             responses, step_s = [], 0.0
@@ -207,6 +209,8 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
             if responses:
                 self._caches.failures.succeeded("reply")
         is_alone = not (is_drafted or self.prefills.all)
+        if responses and is_alone:
+            self._step_s = step_s
         self._limits.stepped(len(rows) if responses else 0, step_s if is_alone else None)
         return responses, step_s
 
@@ -344,7 +348,8 @@ class PluginBatchGenerator(Stock):  # type: ignore[misc]
     def _compute(self, chunk: dict[Prefill, int], error: Exception | None) -> None:
         if error is not None:
             raise error
-        self.prefills.compute(chunk, self.replies._next_tokens if len(self.replies) else None)
+        step = self.replies._next_tokens if len(self.replies) else None
+        self.prefills.compute(chunk, step, self._step_s)
         for prefill in chunk:
             response = self._response(prefill)
             if not prefill.segments[0]:

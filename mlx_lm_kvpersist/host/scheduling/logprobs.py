@@ -1,8 +1,8 @@
-"""The log-probabilities of the tokens of replies, read before the device has the next step.
+"""The log-probabilities of the tokens of replies, computed before the next step.
 
-After each step, mlx-lm's server reads the log-probability of each token. If this were an operation
-after the step, it would wait for the next step, which has been submitted already, and the device
-would be idle while Python builds the step after that.
+After each step, mlx-lm's server reads the log-probability of each token. If the server computed it
+then, it would wait for the next step, which has been submitted already, and the device would be
+idle while Python builds the step after that.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ class TokenLogprobs:
         return -self._row
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # a copy has no `_row` yet
+            raise AttributeError(name)
         return getattr(self._row, name)
 
 
 def next_logprobs(batch: Any) -> dict[int, mx.array]:
     """Submit the log-probabilities of the next tokens of a `GenerationBatch`; return them by uid.
 
-    Only requests that a plugin took have one; it is an array without axes.
+    Only replies of requests that a plugin took have a value, [].
     """
     rows = enumerate(zip(batch.uids, batch.tokens, batch._next_logprobs, strict=True))
     values = {
@@ -47,7 +49,7 @@ def next_logprobs(batch: Any) -> dict[int, mx.array]:
     return values
 
 
-def with_logprobs(responses: list[Any], values: dict[int, mx.array]) -> None:
+def set_logprobs(responses: list[Any], values: dict[int, mx.array]) -> None:
     """Give the first response of each reply the value that `next_logprobs` returned for it."""
     for response in responses:
         if (value := values.pop(response.uid, None)) is not None:

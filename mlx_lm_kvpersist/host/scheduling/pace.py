@@ -49,11 +49,14 @@ class Pace:
         """A dict that is replaced, never changed: other threads iterate over it."""
         self._sizes: set[int] = set()
 
-    def learn(self, position: int, n_tokens: int, seconds: float, *, unsure_s: float = 0.0) -> None:
+    def learn(
+        self, position: int, n_tokens: int, seconds: float, *, unsure_s: float = 0.0
+    ) -> float:
         """Learn that a chunk of `n_tokens` after `position` cached tokens took `seconds`.
 
         Up to `unsure_s` of `seconds` may be a wait for something else. Of the possible times, the
-        one is learned that is nearest to earlier measurements, or the longest without any.
+        one is chosen that is nearest to earlier measurements, or the longest without any. Returns
+        the chosen time.
 
         The first chunk of a size, or in a range of positions, is ignored if it was much slower than
         others: kernels were compiled.
@@ -66,7 +69,7 @@ class Pace:
         is_first = n_tokens not in self._sizes
         self._sizes.add(n_tokens)
         if is_first and self.tokens(position, seconds / 2) > n_tokens:
-            return
+            return seconds
         new = 1.0, n_tokens, seconds, n_tokens * n_tokens, n_tokens * seconds
         old = self._sums.get(place, (0.0,) * len(new))
         weight, n, s, *_ = old
@@ -74,6 +77,7 @@ class Pace:
             old = (0.0,) * len(new)
         sums = tuple(self._KEEP * x + y for x, y in zip(old, new, strict=True))
         self._sums = {**self._sums, place: sums}
+        return seconds
 
     def tokens(self, position: int, seconds: float) -> int:
         """Return how many tokens can be computed in `seconds`; 0 while no chunk was measured.

@@ -192,8 +192,10 @@ class Prefills:
             stall_s = max(longest_s - step_s - self._waited_s, longest_s / 4)
         return most_tokens(self._limits, len(prefill.tokens), self._step_size, stall_s)
 
-    def compute(self, chunk: dict[Prefill, int], step: Any) -> None:
-        """Compute the decided chunk. The logits are never evaluated. step: see `compute_chunk`.
+    def compute(self, chunk: dict[Prefill, int], step: Any, step_s: float) -> None:
+        """Compute the decided chunk. The logits are never evaluated.
+
+        step, step_s: see `compute_chunk`.
 
         If the caches cannot be joined, all prompts except the first are removed from `chunk`.
         """
@@ -209,7 +211,7 @@ class Prefills:
             inputs.append(ids + [0] * (width - n_tokens))
         states = [cache for prefill in chunk for cache in prefill.batch.prompt_cache]
         self._waited_s = compute_chunk(
-            self._model, inputs, caches, states, self._limits, position, step
+            self._model, inputs, caches, states, self._limits, position, step, step_s
         )
 
     def _joined(self, chunk: dict[Prefill, int]) -> tuple[list[Any], int]:
@@ -281,13 +283,15 @@ def compute_chunk(
     limits: PrefillLimits,
     position: int,
     step: Any = None,
+    step_s: float = 0.0,
     **options: Any,
 ) -> float:
     """Compute one chunk; let the plugin learn the chunk's time, and its memory if no replies run.
 
     inputs: ids, [B, N]. states: the caches that are evaluated. step: the tokens that a step of
-    replies computes at the same time; None if no replies run. options: more arguments of the model.
-    Returns how many seconds the chunk waited for the step.
+    replies computes at the same time; None if no replies run. step_s: how long a step takes that
+    runs alone. options: more arguments of the model. Returns how many seconds the chunk waited for
+    the step.
     """
     started, peak_bytes = time.perf_counter(), peak_memory()
     if step is not None:  # if a reply has begun or ended, the tokens are not submitted yet
@@ -297,8 +301,6 @@ def compute_chunk(
     if step is not None:  # submitted now, so that the device does not pause after the step
         mx.async_eval(evaluated)  # type: ignore[no-untyped-call]
     built = time.perf_counter()
-    # MLX limits the work in its queue, so submitting may also have waited for the step.
-    unsure_s = 0.0 if step is None else built - started
     if step is not None:
         mx.eval(step)
     else:
@@ -306,12 +308,14 @@ def compute_chunk(
     waited_s = time.perf_counter() - built
     mx.eval(evaluated)
     mx.synchronize()  # raises the errors of work that had ended before `eval` looked
-    n_tokens, chunk_s = len(inputs) * len(inputs[0]), time.perf_counter() - started - waited_s
-    limits.pace.learn(position, n_tokens, chunk_s, unsure_s=unsure_s)
+    n_tokens, total_s = len(inputs) * len(inputs[0]), time.perf_counter() - started
+    # MLX limits the work in its queue, so submitting the chunk may also have waited for the step.
+    unsure_s = 0.0 if step is None else min(built - started, step_s)
+    chunk_s = limits.pace.learn(position, n_tokens, total_s - waited_s, unsure_s=unsure_s)
     if step is None:  # else the peak may be the step's
         limits.took(n_tokens, position, peak_bytes())
     give_back(limits)
-    return waited_s
+    return total_s - chunk_s
 
 
 def give_back(limits: PrefillLimits) -> None:

@@ -749,13 +749,13 @@ def test_chunks_during_replies_take_at_most_the_maximum_stall(
 class Device:
     """Replaces `mx` in our modules, and the clock: queued work takes its time when code waits.
 
-    is_limited: whether submitting a chunk waits for the steps in the queue, as MLX does if the
-    queue is long.
+    is_limited: whether submitting a chunk waits for the steps in the queue and for most of the
+    chunk, as MLX does if the queue is long. slowness: how many times longer chunks take.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_limited: bool = False) -> None:
         self.now_s = 0.0
-        self.is_limited = is_limited
+        self.is_limited, self.slowness = is_limited, 1.0
         self.submitted: list[mx.array] = []
         """The tokens of steps."""
         self.queue: list[tuple[str, float]] = []
@@ -767,9 +767,10 @@ class Device:
 
         def timed(model: Counting, ids: mx.array, cache: list[Any]) -> mx.array:
             if ids.shape[1] > 1:
-                self.built_s += 0.02 + 1e-3 * ids.shape[1]
+                self.built_s += self.slowness * (0.02 + 1e-3 * ids.shape[1])
             else:
-                self.queue.append(("step", 0.08))  # mlx-lm submits it one step ahead
+                self.synchronize()  # mlx-lm waits for a step after it has submitted the next
+                self.queue.append(("step", 0.08))
             return computed(model, ids, cache)
 
         monkeypatch.setattr(Counting, "__call__", timed)
@@ -790,6 +791,8 @@ class Device:
             self.n_idle += not self.queue
             if self.is_limited:
                 self.synchronize()
+                self.now_s += 0.95 * self.built_s
+                self.built_s *= 0.05
             self.queue.append(("chunk", self.built_s))
             self.built_s = 0.0
 
@@ -827,15 +830,28 @@ def test_steps_of_replies_do_not_change_the_learned_pace(
 def test_waiting_while_a_chunk_is_submitted_does_not_change_the_learned_pace(
     serve: Callable[..., Serving], monkeypatch: pytest.MonkeyPatch, n_beside: int
 ) -> None:
-    serving = serve(max_chunk=4096, max_stall_s=0.4)
+    serving = serve(max_chunk=4096, max_stall_s=0.3)
     device = Device(monkeypatch, is_limited=True)
     compute(serving, 4000, 9000)
     beside_replies(serving, n_beside)
+    for _ in range(4):
+        serving.step()
+    serving.model.computed.clear()
     device.n_chunks = 0
     compute(serving, 4000, 9000)
     assert device.n_chunks > 20 * (n_beside > 0)
     learned_s = serving.plugin.limits.pace.seconds(0, 4000)
-    assert learned_s == pytest.approx(4000e-3 + 4000 / 512 * 0.02, rel=0.02)
+    assert learned_s is not None and learned_s == pytest.approx(
+        4000e-3 + 4000 / 512 * 0.02, rel=0.02
+    )
+    # 0.3 s suffice for a step and 200 tokens. The first chunks show how long chunks wait.
+    chunks = [max(rows) for rows in serving.model.computed if max(rows) > 1]
+    assert (sorted(chunks)[len(chunks) // 2] == 192) is (n_beside > 0), chunks
+    device.slowness = 3.0
+    compute(serving, 4000, 9000, 4000, 9000)
+    slow_s = serving.plugin.limits.pace.seconds(0, 4000)
+    # Chunks of 0.25 s may count with a step of 0.08 s.
+    assert slow_s is not None and 2.7 < slow_s / learned_s < 3 * 1.4
 
 
 def test_device_computes_a_chunk_directly_after_the_step_of_the_replies(
