@@ -48,8 +48,13 @@ _LONG_MODULES = {
     *("tests.cli.test_servers", "tests.benchmarks.test_servers", "tests.store.test_lock"),
     *("tests.patches_check.test_installed", "tests.test_round_trip"),
     *("tests.support_test.test_server_process", "tests.support_test.test_zygote"),
+    *("tests.cache.geometry.test_on_grid", "tests.cache.live.test_full_precision_batch"),
+    *("tests.cache.live.test_newest", "tests.cache.measuring.test_attention_check"),
+    *("tests.cli.test_export", "tests.cli.test_sessions", "tests.docs.test_pages"),
+    *("tests.cache.live.test_mixed", "tests.request.test_edited_replies"),
+    *("tests.store.test_encrypted", "tests.store.test_scale", "tests.test_upstream"),
 }
-"""Modules that take four seconds or more, or start processes."""
+"""Modules that take long, or start processes."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
