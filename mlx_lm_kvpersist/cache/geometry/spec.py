@@ -490,8 +490,9 @@ def _read(facts: dict[str, dict[str, Any]]) -> dict[str, Architecture]:
 def spec_of(model: Any, choice: PrecisionChoice, facts: Architecture | None) -> ModelCacheSpec:
     """Return `probe_model`'s spec with the facts on batching.
 
-    Without facts, replies are batched as in mlx-lm, and prompts are never computed together. Raises
-    ModelNotSupported if the caches cannot be stored, or the architecture is refused.
+    If there are no facts, replies are batched as in mlx-lm, and prompts are never computed
+    together. Raises ModelNotSupported if the caches cannot be stored, or the architecture is
+    refused.
     """
     spec = probe_model(model, choice)
     if facts is None:

@@ -109,7 +109,7 @@ class PackedKV:
 
     @property
     def n_to_read(self) -> int:
-        """How many positions of the buffers a step reads: all, or only those of stored tokens.
+        """How many positions of the buffers a step reads: all, or only the positions in use.
 
         If at most a quarter is unused, all are read: else MLX would have to copy a slice first.
         """

@@ -15,7 +15,7 @@ from ..manager import TakenTokens
 
 
 class TokenLogprobs:
-    """A response's log-probabilities: `row`, [V], and `value`, [], that of its own token."""
+    """The log-probabilities of a response: `row`, [V], of all tokens; `value`, [], of its token."""
 
     def __init__(self, row: mx.array, token: int, value: mx.array) -> None:
         self._row, self._token, self._value = row, token, value

@@ -54,9 +54,9 @@ class Pace:
     ) -> float:
         """Learn that a chunk of `n_tokens` after `position` cached tokens took `seconds`.
 
-        Up to `unsure_s` of `seconds` may be a wait for something else. Of the possible times, the
-        one is chosen that is nearest to earlier measurements, or the longest without any. Returns
-        the chosen time.
+        Up to `unsure_s` of `seconds` may be a wait for something else. The possible time that is
+        nearest to earlier measurements is learned; if there are none, the longest. Returns this
+        time.
 
         The first chunk of a size, or in a range of positions, is ignored if it was much slower than
         others: kernels were compiled.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
 from mlx_lm_kvpersist.host.scheduling import logprobs
-from mlx_lm_kvpersist.host.scheduling.logprobs import TokenLogprobs
+from mlx_lm_kvpersist.host.scheduling.logprobs import TokenLogprobs, set_logprobs
 
 from .test_prefill import Counting, Serving, serve  # noqa: F401
 
@@ -72,6 +72,18 @@ class Nothing:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> None:
         pass
+
+
+def test_drafted_tokens_keep_their_own_log_probabilities() -> None:
+    """A step with drafts has several responses of one reply; only the first token was due."""
+    rows = mx.log(mx.array([[0.1, 0.2, 0.7], [0.5, 0.3, 0.2]]))
+    responses = [
+        SimpleNamespace(uid=3, token=token, logprobs=row)
+        for token, row in zip((2, 0), rows, strict=True)
+    ]
+    set_logprobs(responses, {3: rows[0][2]})
+    values = [response.logprobs[response.token].item() for response in responses]
+    assert values == [rows[0, 2].item(), rows[1, 0].item()]
 
 
 def test_other_requests_get_mlx_lms_array(serve: Callable[..., Serving]) -> None:  # noqa: F811
