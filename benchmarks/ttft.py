@@ -1,8 +1,8 @@
 """Time to the first token: new prompt, same prompt again, next turn, next turn after a restart.
 
-A conversation is a new prompt, the same prompt again, and the next turn. Then the plugin's server
-restarts without its store in the page cache, and serves the same next turn from disk. A restart of
-the stock server loses all prompts, so this turn is compared with stock's new prompts.
+A conversation is a new prompt, the same prompt again, and some more turns. Then the plugin's server
+restarts without its store in the page cache, and serves the last turn from disk. A restart of the
+stock server loses all prompts, so this turn is compared with stock's new prompts.
 
 `n_ranks` processes compute each server's model together, as `mlx.launch` starts them.
 """
@@ -22,7 +22,9 @@ QUESTION = "first token"
 N_NEW = 64
 """Tokens that the next turn adds, without the reply."""
 MAX_TOKENS = 8
-"""Length of the reply that the next turn continues. Other replies have one token."""
+"""Length of a reply that the next turn continues. Other replies have one token."""
+N_TURNS = 3
+"""Each new prompt is sent this number of times again, and has this number of next turns."""
 N_SHORTER = 128
 """A prompt named 8K has this number of tokens less, so that it ends in the middle of a block."""
 _SLACK = 32
@@ -48,10 +50,10 @@ def measure(run: Run, contexts: Mapping[int, int], n_ranks: int = 1) -> None:
         run.report.note(
             QUESTION,
             f"Prompts have {N_SHORTER} tokens less than their names say, so they end in the middle "
-            f"of a block of 256. The next turn adds {N_NEW} tokens and the reply. After a restart "
-            f"the store is read from disk; the page cache {left}. The rows after a restart are "
-            "compared with stock's new prompt. Each server that starts answers one short prompt "
-            "first, which compiles its kernels."
+            f"of a block of 256. Each of {N_TURNS} next turns adds {N_NEW} tokens and the reply. "
+            f"After a restart the store is read from disk; the page cache {left}. The rows after a "
+            "restart are compared with stock's new prompt. Each server that starts answers one "
+            "short prompt first, which compiles its kernels."
             + (f" Ranks: {n_ranks} processes that MLX's ring connects." if n_ranks > 1 else ""),
         )
         for (context, _, side), talk in talks.items():
@@ -62,18 +64,22 @@ def measure(run: Run, contexts: Mapping[int, int], n_ranks: int = 1) -> None:
 def _converse(
     run: Run, server: BenchmarkServer, prompt: list[Message], context: int, name: str
 ) -> list[Message]:
-    """Return the prompt of the conversation's next turn."""
+    """Return the prompt of the conversation's last turn."""
     side = server.side.name
     n_tokens = context - N_SHORTER
-    first = server.ask(prompt, MAX_TOKENS, new())
-    _add(run, f"new prompt, {name}", side, first)
+    asked, reply = prompt, server.ask(prompt, MAX_TOKENS, new())
+    _add(run, f"new prompt, {name}", side, reply)
     server.settle()  # so that no other sample includes the writer's work
-    _add(run, f"same prompt again, {name}", side, server.ask(prompt, 1, reused(n_tokens - 1)))
-    longer = run.prompts.next_turn(prompt, first, N_NEW)
-    reply = server.ask(longer, 1, reused(n_tokens - _SLACK))
-    _add(run, f"next turn, {name}", side, reply)
-    server.settle()
-    return longer
+    for _ in range(N_TURNS):
+        again = server.ask(prompt, 1, reused(n_tokens - 1))
+        _add(run, f"same prompt again, {name}", side, again)
+    for _ in range(N_TURNS):
+        n_before = run.prompts.count(asked)
+        asked = run.prompts.next_turn(asked, reply, N_NEW)
+        reply = server.ask(asked, MAX_TOKENS, reused(n_before - _SLACK))
+        _add(run, f"next turn, {name}", side, reply)
+        server.settle()
+    return asked
 
 
 def _add(run: Run, what: str, side: str, reply: Reply) -> None:
