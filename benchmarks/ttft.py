@@ -23,16 +23,16 @@ N_NEW = 64
 """Tokens that the next turn adds, without the reply."""
 MAX_TOKENS = 8
 """Length of a reply that the next turn continues. Other replies have one token."""
-N_TURNS = 3
-"""Each new prompt is sent this number of times again, and has this number of next turns."""
+N_AGAIN = 3
+"""How many times each prompt is sent again."""
 N_SHORTER = 128
 """A prompt named 8K has this number of tokens less, so that it ends in the middle of a block."""
 _SLACK = 32
 """The number of tokens at a prompt's end that the next turn may change."""
 
 
-def measure(run: Run, contexts: Mapping[int, int], n_ranks: int = 1) -> None:
-    """`contexts` maps lengths of prompts to the number of repeats."""
+def measure(run: Run, contexts: Mapping[int, int], n_ranks: int = 1, n_turns: int = 3) -> None:
+    """`contexts` maps lengths of prompts to the number of repeats, each with `n_turns` turns."""
     sides = run.sides()
     names = {n: tokens(n) + (f", {n_ranks} ranks" if n_ranks > 1 else "") for n in contexts}
     talks: dict[tuple[int, int, str], list[Message]] = {}
@@ -42,7 +42,7 @@ def measure(run: Run, contexts: Mapping[int, int], n_ranks: int = 1) -> None:
                 n_tokens = context - N_SHORTER
                 prompt = run.prompts.of_length(n_tokens, seed=1000 * context + repeat)
                 for side in rotated(sides, repeat):
-                    talk = _converse(run, fleet[side], prompt, context, names[context])
+                    talk = _converse(run, fleet[side], prompt, context, names[context], n_turns)
                     if side != STOCK:
                         talks[context, repeat, side] = talk
         share = fleet.restart()
@@ -50,7 +50,8 @@ def measure(run: Run, contexts: Mapping[int, int], n_ranks: int = 1) -> None:
         run.report.note(
             QUESTION,
             f"Prompts have {N_SHORTER} tokens less than their names say, so they end in the middle "
-            f"of a block of 256. Each of {N_TURNS} next turns adds {N_NEW} tokens and the reply. "
+            f"of a block of 256. Each prompt is sent {N_AGAIN} times again. Each of {n_turns} "
+            f"next turns adds {N_NEW} tokens and the reply. "
             f"After a restart the store is read from disk; the page cache {left}. The rows after a "
             "restart are compared with stock's new prompt. Each server that starts answers one "
             "short prompt first, which compiles its kernels."
@@ -62,7 +63,12 @@ def measure(run: Run, contexts: Mapping[int, int], n_ranks: int = 1) -> None:
 
 
 def _converse(
-    run: Run, server: BenchmarkServer, prompt: list[Message], context: int, name: str
+    run: Run,
+    server: BenchmarkServer,
+    prompt: list[Message],
+    context: int,
+    name: str,
+    n_turns: int,
 ) -> list[Message]:
     """Return the prompt of the conversation's last turn."""
     side = server.side.name
@@ -70,10 +76,10 @@ def _converse(
     asked, reply = prompt, server.ask(prompt, MAX_TOKENS, new())
     _add(run, f"new prompt, {name}", side, reply)
     server.settle()  # so that no other sample includes the writer's work
-    for _ in range(N_TURNS):
+    for _ in range(N_AGAIN):
         again = server.ask(prompt, 1, reused(n_tokens - 1))
         _add(run, f"same prompt again, {name}", side, again)
-    for _ in range(N_TURNS):
+    for _ in range(n_turns):
         n_before = run.prompts.count(asked)
         asked = run.prompts.next_turn(asked, reply, N_NEW)
         reply = server.ask(asked, MAX_TOKENS, reused(n_before - _SLACK))

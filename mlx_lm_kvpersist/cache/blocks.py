@@ -254,7 +254,7 @@ class Joiner:
             sides = group.precision or (None, None)
             for (side, names), quantization in zip(group.array_names.items(), sides, strict=True):
                 x = block[f"{group.name}.{side}"]
-                fields = pk.zeros(x, quantization) if quantization else (x,)
+                fields = pk.zeros(x, x.shape[2], quantization) if quantization else (x,)
                 packed.update(zip(names, fields, strict=True))
         self.add(Piece(packed, 0, n_tokens))
         self.add_state(block, n_tokens)

@@ -42,14 +42,14 @@ def test_ttft_measures_new_repeated_continued_and_restarted_prompts(
 ) -> None:
     model = make_tiny_model(tmp_path / "model", n_heads=4, n_kv_heads=2)
     run = Run(BenchmarkModel("tiny", model), report)
-    ttft.measure(run, {512: 2}, n_ranks)
+    ttft.measure(run, {512: 2}, n_ranks, n_turns=2)
     samples = values(run)
     states = ("new prompt", "same prompt again", "next turn")
     rows = {(f"{state}, {name}", side) for state in states for side in BOTH}
     assert samples.keys() == {*rows, (f"after a restart, {name}", OURS)}
     assert all(min(row) > 0 for row in samples.values())
-    n_short = 2 * ttft.N_TURNS
-    assert [len(samples[f"{state}, {name}", OURS]) for state in states] == [2, n_short, n_short]
+    counts = [len(samples[f"{state}, {name}", OURS]) for state in states]
+    assert counts == [2, 2 * ttft.N_AGAIN, 2 * 2]
     assert len(samples[f"after a restart, {name}", OURS]) == 2
     assert "page cache" in run.report.content["notes"][ttft.QUESTION]
 

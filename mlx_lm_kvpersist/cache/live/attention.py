@@ -46,7 +46,8 @@ _FEW = 17
 
 KEY_MULTIPLE, QUERY_MULTIPLE = 4096, 64
 """If MLX builds a kernel for each number of keys and of queries, both are padded to multiples of
-these numbers. Single queries are not padded."""
+these numbers. Single queries are not padded. In the first block of the grid, all queries see the
+whole buffer of the newest keys instead, which has room for one block."""
 
 
 class _Span(NamedTuple):
@@ -83,15 +84,12 @@ class PackedKV:
     rows_differ: bool = False
 
     def attend(self, queries: mx.array, values: PackedKV, scale: float, mask: Mask) -> mx.array:
-        if self.is_computed and (
-            queries.shape[2] == 1 or not builds_for_each_length(queries, values.newest)
-        ):
-            return mx.fast.scaled_dot_product_attention(
-                queries,
-                *(pk.view(x.newest, 0, x.n_newest) for x in (self, values)),
-                scale=scale,
-                mask=mask,
-            )
+        if self.is_computed:
+            if is_padded(queries, values.newest, mask):
+                n_tokens = self.n_newest
+                return _padded_attention(queries, self.newest, values.newest, scale, n_tokens)
+            newest = (pk.view(x.newest, 0, x.n_newest) for x in (self, values))
+            return mx.fast.scaled_dot_product_attention(queries, *newest, scale=scale, mask=mask)
         if self.strategy == "packed":
             return packed_attention(queries, self, values, scale, mask)
         tile_bytes = self.tile_bytes if self.strategy == "tiled" else None
@@ -208,11 +206,9 @@ def _fused(
     n_queries, dtype = queries.shape[2], queries.dtype
     spans = keys.spans(n_queries, mask)
     first, last = spans[0].first, keys.n_tokens
-    is_padded = (
-        n_queries > 1 and mask == "causal" and builds_for_each_length(queries, values.newest)
-    )
-    n_read = keys.n_to_read if n_queries <= _FEW and not is_padded else last
-    n_more = -last % KEY_MULTIPLE if is_padded else 0
+    pads = is_padded(queries, values.newest, mask)
+    n_read = keys.n_to_read if n_queries <= _FEW and not pads else last
+    n_more = -last % KEY_MULTIPLE if pads else 0
     keys_and_values, rounded = [], []
     for x in (keys, values):
         array = x.dequantized(0, n_read, dtype)
@@ -226,7 +222,7 @@ def _fused(
     def attended(span: _Span) -> mx.array:
         all_keys, all_values = keys_and_values
         own = queries if len(spans) == 1 else queries[:, :, span.start : span.stop]
-        if is_padded:
+        if pads:
             return _padded_attention(own, all_keys, all_values, scale, span.last)
         own_mask = mask
         if len(spans) > 1:
@@ -261,6 +257,12 @@ def _padded_attention(
     mask = mx.where(mx.arange(keys.shape[2]) <= positions, zero, lowest)
     out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
     return out[:, :, :n_queries]
+
+
+def is_padded(queries: mx.array, values: mx.array, mask: Mask) -> bool:
+    """Whether to pad queries and keys, so that MLX builds few kernels."""
+    is_prompt = queries.shape[2] > 1 and isinstance(mask, str) and mask == "causal"
+    return is_prompt and builds_for_each_length(queries, values)
 
 
 def builds_for_each_length(*arrays: mx.array) -> bool:

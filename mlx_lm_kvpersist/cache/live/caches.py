@@ -403,8 +403,9 @@ class PackedCache(Buffers):
         """Extend the buffers by zeros until they have room for all tokens; `new` are the last."""
         if self.keys is None or self.keys[0].shape[2] < self.size():
             start = self.size() - new[0].shape[2]
+            n_zeros = pk.capacity(self.size()) - start
             self.keys, self.values = (
-                pk.append(packed, start, pk.zeros(x, quantization))
+                pk.append(packed, start, pk.zeros(x, n_zeros, quantization), room=0)
                 for (packed, _, quantization), x in zip(self._sides, new, strict=True)
             )
 

@@ -153,9 +153,9 @@ def read(packed: Packed, quantization: Quantization, dtype: mx.Dtype) -> mx.arra
     return as_it_came(dequantize(packed, quantization, dtype), quantization)
 
 
-def zeros(x: mx.array, quantization: Quantization) -> Packed:
-    """Return packed zeros in the place of `x` [B, H, T, D]."""
-    width, shape = x.shape[3] + quantization.padding, x.shape[:3]
+def zeros(x: mx.array, n_tokens: int, quantization: Quantization) -> Packed:
+    """Return packed zeros for `n_tokens` tokens of the heads of `x` [B, H, T, D]."""
+    width, shape = x.shape[3] + quantization.padding, (*x.shape[:2], n_tokens)
     weights = mx.zeros((*shape, width * quantization.bits // 32), mx.uint32)
     scales = mx.zeros((*shape, width // quantization.group_size), scale_dtype(x.dtype))
     return weights, scales, mx.zeros_like(scales)
@@ -184,8 +184,9 @@ def append(stored: Held | None, start: int, new: Held, room: int | None = None) 
         n_rows, n_heads, _, dim = arrays[-1].shape
         n_all = sum(x.shape[2] for x in arrays)
         n_more = capacity(n_all) - n_all if room is None else room
-        spare = mx.zeros((n_rows, n_heads, n_more, dim), arrays[-1].dtype)
-        return mx.concatenate([*arrays, spare], axis=2)
+        if n_more:
+            arrays = [*arrays, mx.zeros((n_rows, n_heads, n_more, dim), arrays[-1].dtype)]
+        return mx.concatenate(arrays, axis=2)
 
     if stored is None:
         return each(lambda x: grown([x]), new)

@@ -96,7 +96,9 @@ class RowsKV:
         for i, n in enumerate(self.n_tokens):
             row = queries[i : i + 1, :, :n]
             result = self.rows[i].attend(row, values.rows[i], scale, masks[i])
-            out.append(mx.pad(result, [(0, 0), (0, 0), (0, queries.shape[2] - n), (0, 0)]))
+            if n < queries.shape[2]:
+                result = mx.pad(result, [(0, 0), (0, 0), (0, queries.shape[2] - n), (0, 0)])
+            out.append(result)
         return mx.concatenate(out)
 
 
