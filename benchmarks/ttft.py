@@ -22,7 +22,7 @@ QUESTION = "first token"
 N_NEW = 64
 """Tokens that the next turn adds, without the reply."""
 MAX_TOKENS = 8
-"""Length of a reply that the next turn continues. Other replies have one token."""
+"""Length of the replies to new prompts and next turns. Other replies have one token."""
 N_AGAIN = 3
 """How many times each prompt is sent again."""
 N_SHORTER = 128
@@ -49,16 +49,17 @@ def measure(run: Run, contexts: Mapping[int, int], n_ranks: int = 1, n_turns: in
         left = "cannot be dropped here" if share is None else f"still had {share:.0%} of the store"
         run.report.note(
             QUESTION,
-            f"Prompts have {N_SHORTER} tokens less than their names say, so they end in the middle "
-            f"of a block of 256. Each prompt is sent {N_AGAIN} times again. Each of {n_turns} "
-            f"next turns adds {N_NEW} tokens and the reply. "
-            f"After a restart the store is read from disk; the page cache {left}. The rows after a "
-            "restart are compared with stock's new prompt. Each server that starts answers one "
-            "short prompt first, which compiles its kernels."
+            f"New prompts have {N_SHORTER} tokens less than their names say, so they end in the "
+            f"middle of a block of 256. Each is sent {N_AGAIN} times again. The next turns "
+            f"({n_turns} per new prompt) add {N_NEW} tokens and a reply of {MAX_TOKENS}; some "
+            "cross the end of a block. After a restart, the last turn is read from disk; the page "
+            f"cache {left}. These rows are compared with stock's new prompt. Each server that "
+            "starts answers one short prompt first, which compiles its kernels."
             + (f" Ranks: {n_ranks} processes that MLX's ring connects." if n_ranks > 1 else ""),
         )
         for (context, _, side), talk in talks.items():
-            reply = fleet[side].ask(talk, 1, from_disk(context - N_SHORTER - _SLACK))
+            n_stored = run.prompts.count(talk) - _SLACK
+            reply = fleet[side].ask(talk, 1, from_disk(n_stored))
             _add(run, f"after a restart, {names[context]}", side, reply)
 
 

@@ -46,8 +46,8 @@ _FEW = 17
 
 KEY_MULTIPLE, QUERY_MULTIPLE = 4096, 64
 """If MLX builds a kernel for each number of keys and of queries, both are padded to multiples of
-these numbers. Single queries are not padded. In the first block of the grid, all queries see the
-whole buffer of the newest keys instead, which has room for one block."""
+these numbers. In the first block of the grid, keys are padded to one block. Single queries are not
+padded."""
 
 
 class _Span(NamedTuple):
@@ -86,8 +86,8 @@ class PackedKV:
     def attend(self, queries: mx.array, values: PackedKV, scale: float, mask: Mask) -> mx.array:
         if self.is_computed:
             if is_padded(queries, values.newest, mask):
-                n_tokens = self.n_newest
-                return _padded_attention(queries, self.newest, values.newest, scale, n_tokens)
+                block = self.first_block(), values.first_block()
+                return _padded_attention(queries, *block, scale, self.n_newest)
             newest = (pk.view(x.newest, 0, x.n_newest) for x in (self, values))
             return mx.fast.scaled_dot_product_attention(queries, *newest, scale=scale, mask=mask)
         if self.strategy == "packed":
@@ -134,6 +134,14 @@ class PackedKV:
         if backend() == "cpu":
             return pk.prepared(pk.view(self.newest, 0, self.n_newest), self.quantization)
         return pk.view(pk.prepared(self.newest, self.quantization), 0, self.n_newest)
+
+    def first_block(self) -> mx.array:
+        """Return the newest tokens [B, H, GRID, D], with any finite numbers after them."""
+        if self.newest.shape[2] == pk.GRID:
+            return self.newest
+        n_more = pk.GRID - self.n_newest
+        newest = pk.view(self.newest, 0, self.n_newest)
+        return mx.pad(newest, [(0, 0), (0, 0), (0, n_more), (0, 0)])
 
     def computed(self, first: int, last: int) -> mx.array:
         before = self.n_tokens - self.n_newest

@@ -186,6 +186,8 @@ def append(stored: Held | None, start: int, new: Held, room: int | None = None) 
         n_more = capacity(n_all) - n_all if room is None else room
         if n_more:
             arrays = [*arrays, mx.zeros((n_rows, n_heads, n_more, dim), arrays[-1].dtype)]
+        if len(arrays) == 1:  # copied if it is a part of a larger array, which would stay in memory
+            return mx.contiguous(arrays[0])
         return mx.concatenate(arrays, axis=2)
 
     if stored is None:

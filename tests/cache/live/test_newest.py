@@ -272,7 +272,13 @@ def test_keys_and_queries_padded_to_few_lengths_match_the_reference(
     monkeypatch.setattr(attention, "KEY_MULTIPLE", 48)
     monkeypatch.setattr(attention, "QUERY_MULTIPLE", 5)
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", recorded)
-    assert Streams(seed, COARSE, PLANS[plan]).run() < TOLERANCE
+    streams = Streams(seed, COARSE, PLANS[plan])
+    assert streams.run() < TOLERANCE
+    # After the last trim, the newest tokens are in a buffer that is longer than a block.
+    cache, references = SequenceQuantizedKVCache(COARSE, PLANS[plan]), [Reference(COARSE)]
+    for n, n_trimmed in ((GRID - 7, 0), (11, 9), (4, 0)):
+        streams.attend(cache, references, n, n_trimmed)
+    assert streams.worst < TOLERANCE
     assert lengths == {(0, 0), (0, True)}
     assert not words  # also for few queries, such as a check of draft tokens
 
@@ -320,6 +326,17 @@ def test_decoding_step_does_not_copy_the_dequantized_keys(n_rows: int) -> None:
         peaks.append(mx.get_peak_memory() - before)
     dequantized_bytes = 2 * n_rows * n_heads * n_keys * dim * 4
     assert min(peaks) < 2.5 * dequantized_bytes  # MLX's attention on the CPU copies its inputs
+
+
+def test_chunk_of_a_whole_block_does_not_keep_the_arrays_of_longer_rows() -> None:
+    n_bytes = 4 * 4 * pk.GRID * 64
+    keys, values = mx.random.normal((2, 1, 4, 100 * pk.GRID, 64))
+    cache = SequenceQuantizedKVCache(KVPrecision.of(8, 64, 4))
+    cache.update_and_fetch(keys[:, :, : pk.GRID], values[:, :, : pk.GRID])
+    mx.eval(cache.state)
+    before = mx.get_active_memory()
+    del keys, values
+    assert before - mx.get_active_memory() > 2 * 90 * n_bytes
 
 
 def test_recalling_newest_tokens_does_not_copy_older_tokens() -> None:
