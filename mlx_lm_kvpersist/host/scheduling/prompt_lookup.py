@@ -79,7 +79,9 @@ class PromptLookup:
         if len(batch) != 1 or any(batch.logits_processors):
             return batch.next(), False
         started = time.perf_counter()
-        ids = self._ids(batch) if self._step_s and self._gain >= 0 else []
+        # A draft would delay the first token: a step's tokens are all sent at the step's end.
+        is_first = not batch._num_tokens[0]
+        ids = self._ids(batch) if self._step_s and self._gain >= 0 and not is_first else []
         responses = checked(batch, ids) if ids else batch.next()
         seconds = time.perf_counter() - started
         if ids:

@@ -181,11 +181,13 @@ def test_wrong_drafts_are_rare_and_cost_little_time(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("change", ["nothing", "a processor", "another reply", "no room"])
 def test_only_a_single_reply_without_processors_gets_drafts(change: str) -> None:
-    """Also, a draft has only as many tokens as the caches can trim."""
+    """Also, a draft has only as many tokens as the caches can trim, and delays no first token."""
     script = [1, 2, 3, 4, 5] * 40
     batch = begin_reply(Scripted(script), 20, 30, False, None)
     lookup = PromptLookup(lambda caches: 1 if change == "no room" else most_taken_back(caches))
     lookup._step_s = 1e9
+    first, is_drafted = lookup.next(batch)
+    assert len(first) == 1 and not is_drafted
     if change == "a processor":
         batch.logits_processors = [[lambda ids, logits: logits]]
     if change == "another reply":
