@@ -24,7 +24,7 @@ N_NEW = 64
 MAX_TOKENS = 8
 """Length of the replies to new prompts and next turns. Other replies have one token."""
 N_AGAIN = 3
-"""How many times each prompt is sent again."""
+"""How many times each new prompt is sent again."""
 N_SHORTER = 128
 """A prompt named 8K has this number of tokens less, so that it ends in the middle of a block."""
 _SLACK = 32

@@ -490,7 +490,7 @@ def _read(facts: dict[str, dict[str, Any]]) -> dict[str, Architecture]:
 def spec_of(model: Any, choice: PrecisionChoice, facts: Architecture | None) -> ModelCacheSpec:
     """Return `probe_model`'s spec with the facts on batching.
 
-    If there are no facts, replies are batched as in mlx-lm, and prompts are never computed
+    If `facts` is None, replies are batched as in mlx-lm, and prompts are never computed
     together. Raises ModelNotSupported if the caches cannot be stored, or the architecture is
     refused.
     """

@@ -85,7 +85,7 @@ class PackedKV:
 
     def attend(self, queries: mx.array, values: PackedKV, scale: float, mask: Mask) -> mx.array:
         if self.is_computed:
-            if is_padded(queries, values.newest, mask):
+            if needs_padding(queries, values.newest, mask):
                 block = self.first_block(), values.first_block()
                 return _padded_attention(queries, *block, scale, self.n_newest)
             newest = (pk.view(x.newest, 0, x.n_newest) for x in (self, values))
@@ -214,9 +214,9 @@ def _fused(
     n_queries, dtype = queries.shape[2], queries.dtype
     spans = keys.spans(n_queries, mask)
     first, last = spans[0].first, keys.n_tokens
-    pads = is_padded(queries, values.newest, mask)
-    n_read = keys.n_to_read if n_queries <= _FEW and not pads else last
-    n_more = -last % KEY_MULTIPLE if pads else 0
+    is_padded = needs_padding(queries, values.newest, mask)
+    n_read = keys.n_to_read if n_queries <= _FEW and not is_padded else last
+    n_more = -last % KEY_MULTIPLE if is_padded else 0
     keys_and_values, rounded = [], []
     for x in (keys, values):
         array = x.dequantized(0, n_read, dtype)
@@ -230,7 +230,7 @@ def _fused(
     def attended(span: _Span) -> mx.array:
         all_keys, all_values = keys_and_values
         own = queries if len(spans) == 1 else queries[:, :, span.start : span.stop]
-        if pads:
+        if is_padded:
             return _padded_attention(own, all_keys, all_values, scale, span.last)
         own_mask = mask
         if len(spans) > 1:
@@ -267,7 +267,7 @@ def _padded_attention(
     return out[:, :, :n_queries]
 
 
-def is_padded(queries: mx.array, values: mx.array, mask: Mask) -> bool:
+def needs_padding(queries: mx.array, values: mx.array, mask: Mask) -> bool:
     """Whether to pad queries and keys, so that MLX builds few kernels."""
     is_prompt = queries.shape[2] > 1 and isinstance(mask, str) and mask == "causal"
     return is_prompt and builds_for_each_length(queries, values)
