@@ -343,4 +343,7 @@ class ServerProcess:
         with self._open("POST", path, body, sent) as response:
             if response.status != 200:
                 raise ServerError(self._refusal(path, response))
-            return read_reply(response, start, stream)
+            try:
+                return read_reply(response, start, stream)
+            except ServerError as error:
+                raise ServerError(f"{error}\n{self._log_report()}") from error

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from http.client import RemoteDisconnected
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,6 +126,18 @@ def test_failed_start_shows_the_log(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ServerError, match="unrecognized arguments: --no-such-option"):
         server.start()
     assert not server.alive
+
+
+def test_a_stream_that_ends_early_shows_the_log(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_nothing(*args: Any) -> None:
+        raise ServerError("the stream ended before [DONE]")
+
+    monkeypatch.setattr("tests.support.server_process.read_reply", read_nothing)
+    with pytest.raises(ServerError, match=r"(?s)ended before \[DONE\].*mlx_lm\.server") as error:
+        server.chat(MESSAGES, stream=True, max_tokens=4)
+    assert server.log.splitlines()[0] in str(error.value)
 
 
 LISTENS_LATE = """\

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 from argparse import Namespace
 from functools import wraps
 from pathlib import Path
@@ -414,3 +415,11 @@ def test_probe_fails_if_the_buffers_of_a_gpu_cannot_be_read(
     monkeypatch.setattr(mx, "array", failing)
     with pytest.raises(PatchNotEffective, match=r"has no effect.*invalid argument"):
         SEVERAL_GPUS.check()
+
+
+def test_probes_look_nothing_up_on_a_first_start() -> None:
+    """MLX compiles a kernel for each dtype of an array that is indexed by another array."""
+    graph = io.StringIO()
+    mx.export_to_dot(graph, probes.next_id(mx.array([[7, 1]]), None))
+    assert '"Remainder"' in graph.getvalue()
+    assert "Gather" not in graph.getvalue() and "Scatter" not in graph.getvalue()
