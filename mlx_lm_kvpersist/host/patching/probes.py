@@ -323,7 +323,7 @@ def prompts_are_computed_in_turns(server: ModuleType) -> None:
 def next_id(ids: mx.array, cache: Any) -> mx.array:
     """A model that counts from 0 to 7: the likeliest token is the next id.
 
-    It looks nothing up in an array: on a GPU's first start, MLX would compile kernels for this.
+    It indexes no array by another: on a GPU's first start, MLX would compile kernels for this.
     """
     return (mx.arange(8) == (ids[..., None] + 1) % 8).astype(mx.float32)
 

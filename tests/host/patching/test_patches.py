@@ -417,8 +417,8 @@ def test_probe_fails_if_the_buffers_of_a_gpu_cannot_be_read(
         SEVERAL_GPUS.check()
 
 
-def test_probes_look_nothing_up_on_a_first_start() -> None:
-    """MLX compiles a kernel for each dtype of an array that is indexed by another array."""
+def test_model_of_the_probes_indexes_no_array_by_another() -> None:
+    """On a GPU's first start, MLX would compile a kernel for each dtype of the arrays."""
     graph = io.StringIO()
     mx.export_to_dot(graph, probes.next_id(mx.array([[7, 1]]), None))
     assert '"Remainder"' in graph.getvalue()
