@@ -44,6 +44,9 @@ divided. The decision to divide does not count spare room, although a step may r
 _FEW = 17
 """The most queries of a decoding step: a token and 16 draft tokens."""
 
+_MOST_ON_CPU = 16
+"""The most queries of a key head for which packed keys are not slower on a CPU."""
+
 KEY_MULTIPLE, QUERY_MULTIPLE = 4096, 64
 """If MLX builds a kernel for each number of keys and of queries, both are padded to multiples of
 these numbers. In the first block of the grid, keys are padded to one block. Single queries are not
@@ -450,7 +453,7 @@ def plan_by_policy(
     shape: AttentionShape, keys: Quantization, computed_on: Backend
 ) -> AttentionPlan:
     """Return the plan for layers of this shape, in a model that takes packed keys."""
-    least_rows = 1
+    most_queries, least_rows = _FEW, 1
     if computed_on == "cuda":
         # MLX compiles each packed kernel when it is first used, which took up to 47 s on an H100,
         # and packed products over keys of 8 bits are wrong on Hopper for heads of 64
@@ -464,9 +467,12 @@ def plan_by_policy(
         if not is_fast or shape.n_q_heads >= 4 * shape.n_kv_heads:
             # Packed keys of eight rows fill the GPU; fewer rows are faster dequantized.
             least_rows = 8
-    # On the CPU, packed keys of 8 bits are a quarter of the bytes of float32. Over 4,089 keys of
-    # 8 heads, 1 query takes 32 ms instead of 171, and 8 take 205 instead of 298. 17 gain nothing.
-    return AttentionPlan("packed", _FEW, least_rows, can_take_packed=True)
+    if computed_on == "cpu":
+        # A product dequantizes the keys again for each query. Over 4,096 keys of 3 heads, one query
+        # of each of 9 heads takes 3.8 ms packed and 15 ms dequantized; 17 take 62 and 27 ms
+        # (OpenBLAS).
+        most_queries = max(1, _MOST_ON_CPU * shape.n_kv_heads // shape.n_q_heads)
+    return AttentionPlan("packed", most_queries, least_rows, can_take_packed=True)
 
 
 def forced_plan(strategy: Strategy) -> AttentionPlan:

@@ -41,13 +41,25 @@ def test_the_policy_decides_by_backend_heads_and_bits(
 ) -> None:
     keys = Quantization(key_bits, 32).fitted(shape.k_dim)
     plan = plan_by_policy(shape, keys, backend)
-    for n_queries in (1, 2, 17):  # draft tokens are checked like one decoded token
+    for n_queries in (1, 2, 4 if backend == "cpu" else 17):  # draft tokens, too
         assert plan.choose(n_queries, 100, 1, 100) == decode
         assert plan.choose(n_queries, 100, 8, 100) == batch
     for n_queries in (18, 256):  # a chunk of a prompt
         assert plan.choose(n_queries, 100, 1, 100) == "dequantize"
     assert plan.choose(1, 1 << 20, 1, 1000) in ("packed", "tiled")
     assert str(plan) == f"prefill dequantize, decode {decode}, batches {batch}"
+
+
+@pytest.mark.parametrize(
+    ("shape", "most_queries"),
+    [(MHA, 16), (AttentionShape(9, 3, 64, 64), 5), (LLAMA, 4), (AttentionShape(64, 1, 64, 64), 1)],
+)
+def test_on_a_cpu_few_queries_of_each_key_head_are_packed(
+    shape: AttentionShape, most_queries: int
+) -> None:
+    plan = plan_by_policy(shape, Quantization(8, 32), "cpu")
+    chosen = [plan.choose(n, 100, 1, 100) for n in (most_queries, most_queries + 1)]
+    assert chosen == ["packed", "dequantize"]
 
 
 @pytest.mark.parametrize(
