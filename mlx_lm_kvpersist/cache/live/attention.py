@@ -45,7 +45,7 @@ _FEW = 17
 """The most queries of a decoding step: a token and 16 draft tokens."""
 
 _MOST_ON_CPU = 16
-"""The most queries of a key head for which packed keys are not slower on a CPU."""
+"""How many queries of one key head are computed with packed keys on a CPU; more would be slower."""
 
 KEY_MULTIPLE, QUERY_MULTIPLE = 4096, 64
 """If MLX builds a kernel for each number of keys and of queries, both are padded to multiples of
@@ -468,9 +468,9 @@ def plan_by_policy(
             # Packed keys of eight rows fill the GPU; fewer rows are faster dequantized.
             least_rows = 8
     if computed_on == "cpu":
-        # A product dequantizes the keys again for each query. Over 4,096 keys of 3 heads, one query
-        # of each of 9 heads takes 3.8 ms packed and 15 ms dequantized; 17 take 62 and 27 ms
-        # (OpenBLAS).
+        # MLX's product with packed keys dequantizes the keys again for each query. Over 4,096 keys
+        # of 3 heads, one query of each of 9 heads takes 3.8 ms packed and 15 ms dequantized; 17
+        # take 62 and 27 ms (OpenBLAS).
         most_queries = max(1, _MOST_ON_CPU * shape.n_kv_heads // shape.n_q_heads)
     return AttentionPlan("packed", most_queries, least_rows, can_take_packed=True)
 
