@@ -15,7 +15,7 @@ _LIMITS = """\
 Nothing was measured on Apple silicon: Metal has other kernels, and its memory is shared with the
 CPU. The GPU's figures come from MLX's CUDA backend. A synthetic model has random weights in the
 shape of the real model, so its times and bytes are realistic, but its replies mean nothing. On a
-GPU, ratios of times below half a second differ by up to a quarter between two runs of the same
+GPU, ratios of times below half a second differ by up to a third between two runs of the same
 code."""
 _HEADER = ("device", "row", "side", "unit", "stock", "plugin", "ratio", "goal", "result")
 
