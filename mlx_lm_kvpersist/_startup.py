@@ -64,6 +64,7 @@ def without_garbage() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
+            gc.freeze()  # otherwise the first search would look at all imported objects
             gc.enable()
 
 

@@ -9,7 +9,7 @@ import codecs
 import json
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, compress, count, takewhile
 from math import ceil, inf
@@ -30,15 +30,28 @@ AHEAD = 8192
 REPLACEMENT = "\ufffd"
 """Stands for an incomplete or invalid UTF-8 sequence (Unicode 15, section 3.9)."""
 
-_UNKNOWN = b"\xff"
-"""The invalid byte that stands for a token without known bytes."""
+
+class _Unknown(bytes):
+    """The bytes of a token without known bytes."""
+
+
+_UNKNOWN = _Unknown(b"\xff")  # an invalid byte
 
 
 class _Pieces(dict[int, bytes]):
-    """The bytes of tokens by their ids; an image's first token has the image's digest."""
+    """The bytes of tokens by their ids; an image's first token has the image's digest.
+
+    Most vocabularies have more than 100,000 tokens, so the bytes are found when they are needed.
+    """
+
+    def __init__(self, find: Callable[[int], bytes | None]) -> None:
+        self._find = find
 
     def __missing__(self, token_id: int) -> bytes:
-        return _UNKNOWN if token_id >= 0 else text_of(token_id).encode()
+        if token_id < 0:
+            return text_of(token_id).encode()
+        piece = self[token_id] = self._find(token_id) or _UNKNOWN
+        return piece
 
 
 class _Decoder(codecs.BufferedIncrementalDecoder):
@@ -64,9 +77,11 @@ class TokenText:
     prompt only if their `controls` are equal, too.
     """
 
-    def __init__(self, pieces: Mapping[int, bytes], controls: Iterable[int] = ()) -> None:
-        self._pieces = _Pieces({i: piece for i, piece in pieces.items() if piece})
-        self._plain = self._pieces.keys() - controls
+    def __init__(
+        self, find: Callable[[int], bytes | None], controls: Collection[int] = frozenset()
+    ) -> None:
+        """`find` returns the bytes of a token, or None. `controls`: the ids of control tokens."""
+        self._pieces, self._controls = _Pieces(find), controls
 
     @classmethod
     def of(cls, tokenizer: Any) -> TokenText | None:
@@ -74,7 +89,6 @@ class TokenText:
 
         Returns None unless its decoder is like byte-level BPE's or SentencePiece's.
         """
-        tokenizer = getattr(tokenizer, "_tokenizer", tokenizer)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None or backend.decoder is None:
             return None
@@ -85,20 +99,27 @@ class TokenText:
             to_bytes = _sentencepiece_piece
         else:
             return None
-        # Not range(len(tokenizer)): the largest id can be larger than the number of tokens.
-        pieces = {i: to_bytes(token) for token, i in tokenizer.get_vocab().items()}
-        added = tokenizer.get_added_vocab()
-        if to_bytes is _byte_level_piece:  # added tokens have no stand-in characters
-            pieces |= {i: content.encode() for content, i in added.items()}
-        return cls(pieces, added.values())
+        added = set(tokenizer.get_added_vocab().values())
+
+        def find(token_id: int) -> bytes | None:
+            if (token := backend.id_to_token(token_id)) is None:
+                return None
+            # With byte-level BPE, added tokens have no stand-in characters.
+            is_plain = token_id in added and to_bytes is _byte_level_piece
+            return token.encode() if is_plain else to_bytes(token)
+
+        return cls(find, added)
 
     def covers(self, ids: Iterable[int]) -> bool:
         """Whether the bytes of all tokens are known, so that their text can be compared."""
-        return all(i < 0 or i in self._pieces for i in set(ids))
+        return all(map(self._is_known, set(ids)))
+
+    def _is_known(self, token_id: int) -> bool:
+        return token_id < 0 or self._pieces[token_id] is not _UNKNOWN
 
     def control_places(self, ids: Sequence[int]) -> list[int]:
         """Return the positions of control tokens, images' tokens and unknown tokens in ids."""
-        controls = set(ids) - self._plain
+        controls = {i for i in set(ids) if i < 0 or i in self._controls or not self._is_known(i)}
         return list(compress(count(), map(controls.__contains__, ids))) if controls else []
 
     def controls(self, ids: Sequence[int], pending: bytes = b"") -> list[tuple[int, int]]:
@@ -130,7 +151,7 @@ class TokenText:
 
     def known_beginning(self, ids: Iterable[int], pending: bytes = b"") -> str:
         """Return the characters that are complete before the first token without known bytes."""
-        return self.feed(takewhile(lambda i: i < 0 or i in self._pieces, ids), pending)[0]
+        return self.feed(takewhile(self._is_known, ids), pending)[0]
 
     def feed(self, ids: Iterable[int], pending: bytes = b"") -> tuple[str, bytes]:
         """Decode the next tokens of a sequence; return their text and the pending bytes."""

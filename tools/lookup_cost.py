@@ -42,7 +42,8 @@ class Words:
         self.words = [f"{n:04} " for n in range(N_WORDS)]
         self.letters = {letter: N_WORDS + n for n, letter in enumerate("0123456789 ")}
         pieces = {n: word.encode() for n, word in enumerate(self.words)}
-        self.text = TokenText(pieces | {n: c.encode() for c, n in self.letters.items()})
+        pieces |= {n: c.encode() for c, n in self.letters.items()}
+        self.text = TokenText(pieces.get)
 
     def encode(self, text: str, **_: Any) -> list[int]:
         return [int(text[n : n + 5]) for n in range(0, len(text), 5)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import gc
 import inspect
 import logging
 import os
@@ -110,7 +109,6 @@ def plugin_run(stock: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(stock)
     def run(*args: Any, **kwargs: Any) -> None:
-        gc.freeze()  # imported objects stay, so the garbage collector need not check them
         allow_open_files()
         call = signature.bind(*args, **kwargs).arguments
         provider = call["model_provider"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -258,6 +259,14 @@ def test_requested_plugins_are_read_from_the_command_line(
     argv: list[str], names: list[str]
 ) -> None:
     assert requested_plugins(argv) == names
+
+
+def test_no_search_for_garbage_looks_at_imported_objects() -> None:
+    n_frozen = gc.get_freeze_count()
+    with _startup.without_garbage():
+        imported: list[list[int]] = [[] for _ in range(100_000)]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() >= n_frozen + len(imported)
 
 
 def test_import_hook_changes_only_mlx_lm_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ TOKENS = TokenText(
         7: b"a<",
         MARK: b"<x>",
         END: b"<>",
-    },
+    }.get,
     controls=(MARK, END),
 )
 SPELLED = [2, 3, 4]

@@ -115,7 +115,7 @@ TOKENS = TokenText(
                 *(b"\xc2", b"\xb8", b"\xb8\xd1"),
             ]
         )
-    )
+    ).get
 )
 
 
@@ -168,7 +168,7 @@ def test_block_whose_text_contradicts_its_ids_is_not_spliced_in(
 
 def test_prompt_keeps_its_ids_if_the_match_ends_inside_stored_text() -> None:
     """The stored text has "ab" as two tokens; the prompt has "ab" as one token."""
-    tokens = TokenText({1: b"a", 2: b"b", 3: b"ab", 4: b"c", 5: b"x", 6: b"y"})
+    tokens = TokenText({1: b"a", 2: b"b", 3: b"ab", 4: b"c", 5: b"x", 6: b"y"}.get)
     tree = MemoryTree(tokens, block_tokens=4)
     tree.add([5, 1, 2, 4])
     match = match_prompt(tree, ROOT, "xaby", tokens)

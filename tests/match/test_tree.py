@@ -109,7 +109,7 @@ def test_blocks_with_the_prompts_ids_match_without_decoding(
 
 
 def test_block_with_the_prompts_ids_may_end_inside_a_character() -> None:
-    tokens = TokenText({0: b"a", 1: b"\xc3", 2: b"\xa9", 3: b"\xc3\xa9", 4: b"aa"})
+    tokens = TokenText({0: b"a", 1: b"\xc3", 2: b"\xa9", 3: b"\xc3\xa9", 4: b"aa"}.get)
     tree = MemoryTree(tokens, block_tokens=2)
     tree.add([0, 1])
     same_ids, other_ids = [0, 1, 2], [0, 3]

@@ -347,7 +347,7 @@ def test_block_row_with_wrong_ids_is_ignored(filled: BlockStore) -> None:
     tail = chain([1, 2], [3, 4])[1]
     wrong_ids = pack_ids([3, 9]).hex()
     change(filled.folder, f"UPDATE blocks SET ids = x'{wrong_ids}' WHERE key = x'{tail.key.hex()}'")
-    tokens = TokenText({i: f"<{i}>".encode() for i in range(1, 10)})
+    tokens = TokenText({i: f"<{i}>".encode() for i in range(1, 10)}.get)
     assert match_prompt(filled, ROOT.key, pack_ids([1, 2, 3, 9])).n_tokens == 2
     assert match_prompt(filled, ROOT.key, "<1><2><3><4>", tokens).n_tokens == 2
 

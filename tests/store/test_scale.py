@@ -117,7 +117,7 @@ def test_a_rebuild_is_one_transaction(tmp_path: Path, n_sessions: int) -> None:
 N_BLOCK_TOKENS = 256
 OTHER = Root("another", "4b64")
 WORDS = [f"{n} " for n in range(500)]
-TOKENS = TokenText({n: word.encode() for n, word in enumerate(WORDS)})
+TOKENS = TokenText({n: word.encode() for n, word in enumerate(WORDS)}.get)
 
 
 def block(parent: Block | None, rng: random.Random) -> Block:

@@ -251,7 +251,7 @@ def test_index_returns_the_children_nearest_to_the_text(store: BlockStore) -> No
         assert len(children) < len(nodes) // 2
 
 
-SPELLINGS = TokenText({1: b"a", 2: b"b", 3: b"ab", 4: b"ba", 5: b"aab"})
+SPELLINGS = TokenText({1: b"a", 2: b"b", 3: b"ab", 4: b"ba", 5: b"aab"}.get)
 
 
 def random_tree(store: BlockStore, rng: random.Random) -> list[Block]:

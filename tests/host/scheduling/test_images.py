@@ -54,7 +54,7 @@ def test_images_that_differ_in_one_pixel_never_match() -> None:
         vision = Vision([pixels], [1], [5, *[-5] * n_tokens])
         return [*with_images([5, *[PATCH] * n_tokens], vision), 6]
 
-    tree = MemoryTree(TokenText({5: b"a", 6: b"b"}), block_tokens=8)
+    tree = MemoryTree(TokenText({5: b"a", 6: b"b"}.get), block_tokens=8)
     tree.add(ids_of(stored))
     first_ids = set()
     for number in range(1000):
