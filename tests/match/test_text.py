@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,6 +44,21 @@ def test_a_token_that_is_one_invalid_byte_is_known() -> None:
     assert text.covers([0])
     assert not any(text.covers([i]) for i in (1, 2))
     assert text.decode([0, 1, 2]) == 3 * REPLACEMENT
+    assert text.control_places([0, 1, 0, 2]) == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("decoder", "token", "piece"),
+    [("ByteLevel", "é", "é".encode()), ("Metaspace", "\u2581x", b" x")],
+)
+def test_only_byte_level_tokenizers_have_added_tokens_without_stand_ins(
+    decoder: str, token: str, piece: bytes
+) -> None:
+    state = {"__getstate__": lambda: json.dumps({"type": decoder})}
+    backend = SimpleNamespace(decoder=SimpleNamespace(**state), id_to_token=lambda _: token)
+    text = TokenText.of(SimpleNamespace(backend_tokenizer=backend, get_added_vocab={token: 7}.copy))
+    assert text is not None and text.to_bytes([7]) == piece
+    assert text.control_places([6, 7]) == [1]
 
 
 def test_the_vocabulary_is_not_read_at_once(
@@ -51,8 +67,8 @@ def test_the_vocabulary_is_not_read_at_once(
     """Reading 262,144 tokens takes 0.4 s."""
     plain = tokenizer._tokenizer
     monkeypatch.setattr(plain, "get_vocab", None)
-    for each in (tokenizer, plain):
-        text = TokenText.of(each)
+    for source in (tokenizer, plain):
+        text = TokenText.of(source)
         assert text is not None
         ids = tokenizer.encode(TEXTS[1])
         assert text.decode(ids) == token_text.decode(ids)
