@@ -23,7 +23,8 @@ from unittest import mock
 import mlx.core as mx
 
 from ..cache.geometry.precision import KVPrecision
-from ..cache.live.attention import AttentionShape, backend, forced_plan
+from ..cache.live.attention import AttentionShape, forced_plan
+from ..cache.live.packed import backend
 from ..cache.measuring.attention_check import wrong_strategies
 from ..config import add_options, precision_of
 from ..errors import PatchNotEffective, SelfTestFailed

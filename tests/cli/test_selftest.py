@@ -12,6 +12,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlx_lm_kvpersist.cache.geometry.precision import Quantization
+from mlx_lm_kvpersist.cache.live import packed as pk
 from mlx_lm_kvpersist.cache.live.caches import FullPrecisionBatchKVCache
 from mlx_lm_kvpersist.cli import selftest
 from mlx_lm_kvpersist.cli.doctor import Finding, tried
@@ -128,12 +130,15 @@ def test_machine_report_has_a_time_for_every_kernel(
 
 
 def test_attention_check_names_wrong_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    product = mx.quantized_matmul
+    product = pk.matmul
 
-    def wrong_for_six_bits(*args: Any, **options: Any) -> mx.array:
-        return product(*args, **options) * (1.5 if options["bits"] == 6 else 1)
+    def wrong_for_six_bits(
+        x: mx.array, packed: pk.Packed, quantization: Quantization, **options: Any
+    ) -> mx.array:
+        correct = product(x, packed, quantization, **options)
+        return correct * 1.5 if quantization.bits == 6 else correct
 
-    monkeypatch.setattr(mx, "quantized_matmul", wrong_for_six_bits)
+    monkeypatch.setattr(pk, "matmul", wrong_for_six_bits)
     finding = tried("attention", lambda: selftest.attention(64))
     assert not finding.passed
     assert finding.found.startswith("wrong: packed, 6 bits, 2 heads; packed, 6 bits, 8 heads")

@@ -31,11 +31,10 @@ import mlx.core as mx
 
 from ..geometry.precision import Quantization
 from . import packed as pk
-from .packed import Packed
+from .packed import Backend, Packed
 
 Strategy = Literal["dequantize", "packed", "tiled"]
 Mask = mx.array | str | None
-Backend = Literal["cpu", "cuda", "metal"]
 
 MAX_DEQUANTIZED_BYTES = 256 << 20
 """The most bytes of dequantized keys and values, or of scores, at one time, if the work can be
@@ -110,12 +109,22 @@ class PackedKV:
 
     @property
     def n_to_read(self) -> int:
-        """How many positions of the buffers a step reads: all, or only the positions in use.
+        """How many positions a step reads if MLX would copy a view: all, or those in use.
 
-        If at most a quarter is unused, all are read: else MLX would have to copy a slice first.
+        If at most a quarter is unused, all are read, without a copy.
         """
         capacity = self.buffers[0].shape[2]
         return capacity if (capacity - self.n_tokens) * 4 <= capacity else self.n_tokens
+
+    def factors(self) -> Packed:
+        """Return the packed tokens for products; on CUDA, spare room can follow them.
+
+        CUDA's quantized_matmul refuses views.
+        """
+        in_use = pk.view(self.buffers, 0, self.n_tokens)
+        if pk.backend() != "cuda":
+            return in_use
+        return self.buffers if self.n_to_read > self.n_tokens else pk.each(mx.contiguous, in_use)
 
     def tile(self, rows: slice, heads: slice, after: mx.array | None) -> PackedKV:
         """Return some rows and heads, whose buffers are read only after `after` is computed."""
@@ -134,7 +143,7 @@ class PackedKV:
 
         On a GPU, spare room is rotated, too: copying a slice first would take longer.
         """
-        if backend() == "cpu":
+        if pk.backend() == "cpu":
             return pk.prepared(pk.view(self.newest, 0, self.n_newest), self.quantization)
         return pk.view(pk.prepared(self.newest, self.quantization), 0, self.n_newest)
 
@@ -300,13 +309,8 @@ def packed_attention(
     """
     n_rows, n_heads, n_queries = queries.shape[:3]
     n_kv_heads, n_keys = keys.newest.shape[1], keys.n_tokens
-    all_keys, all_values = keys.buffers, values.buffers
-    # No slices: CUDA's quantized_matmul refuses them. `_hidden` hides spare tokens that are read.
-    capacity = keys.n_to_read
-    if capacity == n_keys:
-        all_keys, all_values = (
-            pk.each(mx.contiguous, pk.view(x, 0, n_keys)) for x in (all_keys, all_values)
-        )
+    all_keys, all_values = keys.factors(), values.factors()
+    capacity = all_keys[0].shape[2]
     # Otherwise each product would convert the scales again.
     all_keys, all_values = (pk.with_scales(x, queries.dtype) for x in (all_keys, all_values))
     queries = queries * scale
@@ -393,12 +397,6 @@ class AttentionShape:
     v_dim: int
 
 
-def backend() -> Backend:
-    if mx.default_device() == mx.Device(mx.cpu):
-        return "cpu"
-    return "cuda" if mx.cuda.is_available() else "metal"
-
-
 def least_rows() -> int:
     """Return the least number of rows for calls of several rows that only the plugin makes.
 
@@ -406,7 +404,7 @@ def least_rows() -> int:
     kernel for products of 2 to 16 rows with quantized weights, and another for up to 32. Compiling
     either at its first use takes half a minute.
     """
-    return 33 if backend() == "cuda" else 1
+    return 33 if pk.backend() == "cuda" else 1
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from functools import lru_cache
-from typing import TypeVar
+from functools import lru_cache, partial
+from typing import Literal, TypeVar
 
 import mlx.core as mx
 
@@ -24,6 +24,13 @@ and older keys and values quantized."""
 
 Packed = tuple[mx.array, mx.array, mx.array]
 Held = TypeVar("Held", mx.array, Packed)
+Backend = Literal["cpu", "cuda", "metal"]
+
+
+def backend() -> Backend:
+    if mx.default_device() == mx.Device(mx.cpu):
+        return "cpu"
+    return "cuda" if mx.cuda.is_available() else "metal"
 
 
 def each(function: Callable[..., mx.array], stored: Held, *more: Held) -> Held:
@@ -143,9 +150,16 @@ def dequantize(
 
 
 def matmul(x: mx.array, packed: Packed, quantization: Quantization, *, transpose: bool) -> mx.array:
-    """Multiply `x` [B, H, n, ...] by packed tokens, or by their transpose, without dequantizing."""
+    """Multiply `x` [B, H, n, ...] by packed tokens, or by their transpose, without dequantizing.
+
+    `packed` may be views, except on CUDA.
+    """
     group_size, bits = quantization.group_size, quantization.bits
-    return mx.quantized_matmul(x, *packed, transpose=transpose, group_size=group_size, bits=bits)
+    product: Callable[..., mx.array] = mx.quantized_matmul
+    if backend() == "cpu":  # its quantized_matmul would copy views
+        heads = mx.arange(x.shape[0] * x.shape[1], dtype=mx.uint32).reshape(x.shape[:2])
+        product = partial(mx.gather_qmm, lhs_indices=heads, rhs_indices=heads)
+    return product(x, *packed, transpose=transpose, group_size=group_size, bits=bits)
 
 
 def read(packed: Packed, quantization: Quantization, dtype: mx.Dtype) -> mx.array:

@@ -30,7 +30,6 @@ from ..live.attention import (
     AttentionShape,
     PackedKV,
     Strategy,
-    backend,
     forced_plan,
     plan_by_policy,
 )
@@ -58,12 +57,14 @@ _CUDA_CASES: _Cases = {
 neither. It also changes at 16, 32, 64 and 128 queries of one key head."""
 
 _METAL_CASES: _Cases = {
-    (301, 0): (1, 2, 3, 4, 17, 32),
+    (301, 83): (1, 2, 3, 4, 17, 32),
     (1037, 243): (1, 2, 3, 4, 17, 32),
+    (1280, 0): (1, 4, 17),
     (33_000, 0): (1, 17),
 }
-"""On Metal, MLX 0.32 changes the kernel at 1,024 and at 32,768 keys, at 4 rows of a product, and at
-a number of rows from 6 to 33 that depends on the device."""
+"""On Metal, MLX 0.32 changes the kernel at 1,024 and at 32,768 keys, for multiples of 8, 32 or 64
+keys, at 4 rows of a product, and at a number of rows from 6 to 33 that depends on the device. With
+spare room, products read views."""
 
 _MANY_KEYS = 1 << 15
 
@@ -109,7 +110,7 @@ def plan_attention(
             n_heads = group.keys.n_heads
             shape = AttentionShape(n_heads, n_heads, group.keys.dim, group.values.dim)
         elif choice == "auto":
-            plan = plan_by_policy(shape, group.precision.keys, backend())
+            plan = plan_by_policy(shape, group.precision.keys, pk.backend())
         else:
             plan = forced_plan(choice)
         try:
@@ -163,9 +164,9 @@ def wrong_strategies(
 
 def _cases(plan: AttentionPlan) -> _Cases:
     # The CPU has one kernel for all sizes. On CUDA only packed kernels depend on the size.
-    if backend() == "metal":
+    if pk.backend() == "metal":
         return _METAL_CASES
-    return _CUDA_CASES if backend() == "cuda" and plan.strategy == "packed" else _FEW_CASES
+    return _CUDA_CASES if pk.backend() == "cuda" and plan.strategy == "packed" else _FEW_CASES
 
 
 @contextlib.contextmanager

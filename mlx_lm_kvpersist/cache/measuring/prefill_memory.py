@@ -16,8 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..geometry.spec import LayerGroup, ModelCacheSpec, state_arrays, token_arrays
-from ..live.attention import backend
-from ..live.packed import GRID, capacity
+from ..live.packed import GRID, backend, capacity
 
 MIN_CHUNK = 32
 """The number of tokens that may always be computed in one chunk, even if memory is short."""

@@ -31,6 +31,7 @@ from mlx_lm_kvpersist.cache.live.caches import (
     BatchQuantizedKVCache,
     SequenceQuantizedKVCache,
 )
+from mlx_lm_kvpersist.cache.live.packed import Backend
 from mlx_lm_kvpersist.cli.quality_checks import server_attention
 from tests.support.pairs import every_pair
 
@@ -99,11 +100,24 @@ class Case:
         return {
             "dequantize": dequantized_attention,
             "packed": packed_attention,
+            "packed on Metal": on("metal", packed_attention),
+            "packed on CUDA": on("cuda", packed_attention),
             "packed, few queries": partial(packed_attention, max_score_bytes=a_third * query_bytes),
             "tiled, whole": tiled(1 << 40),
             "tiled by rows": tiled(self.head_bytes() * self.n_kv_heads),
             "tiled by heads": tiled(self.head_bytes()),
         }
+
+
+def on(backend: Backend, attention: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """Return a function that calls `attention` as on another backend, but computes on this one."""
+
+    def attend(*given: Any) -> mx.array:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pk, "backend", lambda: backend)
+            return attention(*given)
+
+    return attend
 
 
 def reference_attention(
@@ -321,6 +335,26 @@ def test_spare_room_does_not_change_results(n_spare: int, n_queries: int) -> Non
     case = Case(n_spare=n_spare, n_queries=n_queries)
     check(case, "causal" if n_queries > 1 else None)
     check(case, create_causal_mask(n_queries, 40 - n_queries, window_size=30))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "metal"])
+def test_packed_attention_reads_no_spare_room(backend: Backend) -> None:
+    """On CUDA it does, so the spare room must have finite numbers there."""
+    queries, keys, values = Case(n_queries=1).arrays()
+    attend = on(backend, packed_attention)
+    expected = attend(queries, keys, values, 0.1, None)
+    for x in (keys, values):
+        for scales in x.buffers[1:]:
+            scales[:, :, x.n_tokens :] = mx.nan
+    assert mx.array_equal(attend(queries, keys, values, 0.1, None), expected)
+
+
+def test_packed_attention_copies_no_buffers() -> None:
+    case = Case(n_rows=1, n_kv_heads=8, n_repeats=1, n_queries=1, n_keys=8000, n_spare=4000)
+    queries, keys, values = case.arrays()
+    mx.eval(queries, keys.buffers, values.buffers, keys.newest, values.newest)
+    peak = peak_bytes(lambda: packed_attention(queries, keys, values, 0.1, None))
+    assert peak < sum(pk.view(x.buffers[0], 0, x.n_tokens).nbytes for x in (keys, values))
 
 
 # --- random combinations

@@ -185,6 +185,7 @@ def test_random_chunks_joins_leaves_and_trims_match_the_reference(
 ) -> None:
     if seed:  # steps then also read the spare room
         monkeypatch.setattr(pk, "capacity", lambda n_tokens: n_tokens + 7)
+        monkeypatch.setattr(pk, "backend", lambda: "cuda")
     assert Streams(seed, PRECISIONS[precision], PLANS[plan]).run() < TOLERANCE
 
 
@@ -268,7 +269,7 @@ def test_keys_and_queries_padded_to_few_lengths_match_the_reference(
         return attend(queries, keys, *others, **more)
 
     monkeypatch.setattr(attention, "builds_for_each_length", lambda *arrays: True)
-    monkeypatch.setattr(attention, "backend", lambda: "cuda")
+    monkeypatch.setattr(pk, "backend", lambda: "cuda")
     monkeypatch.setattr(attention, "KEY_MULTIPLE", 48)
     monkeypatch.setattr(attention, "QUERY_MULTIPLE", 5)
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", recorded)

@@ -10,10 +10,10 @@ from mlx_lm_kvpersist.cache.geometry.precision import Quantization
 from mlx_lm_kvpersist.cache.live.attention import (
     AttentionPlan,
     AttentionShape,
-    Backend,
     forced_plan,
     plan_by_policy,
 )
+from mlx_lm_kvpersist.cache.live.packed import Backend
 
 LLAMA = AttentionShape(32, 8, 128, 128)
 MHA = AttentionShape(16, 16, 64, 64)

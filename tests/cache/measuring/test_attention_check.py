@@ -20,12 +20,12 @@ from mlx_lm_kvpersist.cache.live import packed as pk
 from mlx_lm_kvpersist.cache.live.attention import (
     AttentionPlan,
     AttentionShape,
-    Backend,
     PackedKV,
     Strategy,
     forced_plan,
     plan_by_policy,
 )
+from mlx_lm_kvpersist.cache.live.packed import Backend
 from mlx_lm_kvpersist.cache.measuring import attention_check
 from mlx_lm_kvpersist.cache.measuring.attention_check import plan_attention
 from mlx_lm_kvpersist.errors import ModelNotSupported
@@ -84,7 +84,7 @@ def checked_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 
 
 def use_small_cases_of(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_check, "backend", lambda: backend)
+    monkeypatch.setattr(pk, "backend", lambda: backend)
     for name in ("_METAL_CASES", "_CUDA_CASES"):
         cases: Any = getattr(attention_check, name)
         small = {size: counts for size, counts in cases.items() if size[0] < 2000}
@@ -204,7 +204,7 @@ def test_gpu_check_detects_kernels_that_fail_for_some_key_counts(
     assert plan_of("packed") == DEQUANTIZES
 
 
-@pytest.mark.parametrize("n_keys", [301, 1037, 33_000])
+@pytest.mark.parametrize("n_keys", [301, 1037, 1280, 33_000])
 def test_metal_check_detects_fused_kernel_faults_in_each_length_range(
     n_keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,7 +213,7 @@ def test_metal_check_detects_fused_kernel_faults_in_each_length_range(
     def wrong_for_n_keys(queries: mx.array, keys: mx.array, *others: Any, **more: Any) -> mx.array:
         return fused(queries, keys, *others, **more) * (2 if keys.shape[2] == n_keys else 1)
 
-    monkeypatch.setattr(attention_check, "backend", lambda: "metal")
+    monkeypatch.setattr(pk, "backend", lambda: "metal")
     counts = {size: counts[:1] for size, counts in attention_check._METAL_CASES.items()}
     monkeypatch.setattr(attention_check, "_METAL_CASES", counts)
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", wrong_for_n_keys)
@@ -239,7 +239,6 @@ def test_cuda_check_runs_packed_products_only_if_requested(
         return product(x, *given, **more)
 
     use_small_cases_of("cuda", monkeypatch)
-    monkeypatch.setattr(attention, "backend", lambda: "cuda")
     monkeypatch.setattr(attention, "builds_for_each_length", lambda *arrays: True)
     monkeypatch.setattr(attention_check, "packed_shapes", lambda *given: [SHAPE] * 2)
     monkeypatch.setattr(pk, "matmul", multiplied)
