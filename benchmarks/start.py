@@ -2,7 +2,9 @@
 
 Each sample starts a process, and its time begins with the command. `first`: the store is empty, and
 on CUDA no kernel is compiled. `later`: a conversation has left a store and compiled kernels. The
-first conversation has a system prompt, and two turns as soon as the server is healthy.
+first conversation has a system prompt, and two turns as soon as the server is healthy. Before the
+first sample, each side serves such a conversation once: reading files for the first time, or other
+work that a machine does once, would otherwise count for the side that comes first.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ def measure(run: Run, n_repeats: int) -> None:
     sides = run.sides()
     with tempfile.TemporaryDirectory(prefix="kvpersist-bench-") as name:
         for side in sides:  # reads the files of the model and the packages into the page cache
-            _start(run, side, Path(name) / "warm", "Hello?", keeps_kernels=False)
+            _second_turn(run, side, Path(name) / f"{side}-warm", keeps_kernels=False)
         for repeat in range(n_repeats):
             for side in rotated(sides, repeat):
                 folder = Path(name) / f"{side}-{repeat}"
@@ -45,22 +47,18 @@ def measure(run: Run, n_repeats: int) -> None:
 
 
 def _server(run: Run, side: str, folder: Path, *, keeps_kernels: bool = True) -> BenchmarkServer:
+    """keeps_kernels: whether compiled kernels are in `folder`; otherwise all servers share them."""
     folder.mkdir(exist_ok=True)
     # MLX keeps the compiled kernels of CUDA in this folder, or in a folder that all servers share.
     kernels = {"MLX_PTX_CACHE_DIR": str(folder / "kernels")} if keeps_kernels else None
     return BenchmarkServer(run.model.path, run.side(side), folder, kernels)
 
 
-def _start(
-    run: Run, side: str, folder: Path, question: str, *, keeps_kernels: bool = True
-) -> float:
-    """Return the seconds from the command to the first token.
-
-    keeps_kernels: whether compiled kernels are in `folder`; otherwise all servers share them.
-    """
+def _start(run: Run, side: str, folder: Path, question: str) -> float:
+    """Return the seconds from the command to the first token."""
     message: Message = {"role": "user", "content": question}
     started_s = time.perf_counter()
-    with _server(run, side, folder, keeps_kernels=keeps_kernels) as server:
+    with _server(run, side, folder) as server:
         asked_s = time.perf_counter()
         reply = server.ask([message], 2, SERVED)
         seconds = asked_s - started_s + reply.ttft_s
@@ -69,15 +67,15 @@ def _start(
     return seconds
 
 
-def _second_turn(run: Run, side: str, folder: Path) -> float:
+def _second_turn(run: Run, side: str, folder: Path, *, keeps_kernels: bool = True) -> float:
     system = run.prompts.of_length(_SYSTEM_TOKENS, seed=0)[0]["content"]
     messages: list[Message] = [{"role": "system", "content": system}]
-    with _server(run, side, folder) as server:
+    with _server(run, side, folder, keeps_kernels=keeps_kernels) as server:
+        server.check_kept()
         messages.append({"role": "user", "content": synthetic_text(_TURN_CHARS, seed=1)})
         first = server.ask(messages, _MAX_TOKENS, new())
         messages.append({"role": "assistant", "content": first.text})
         messages.append({"role": "user", "content": synthetic_text(_TURN_CHARS, seed=2)})
         second = server.ask(messages, 1, reused(first.prompt_tokens - 32))
-        server.check_kept()
         server.settle()
     return second.ttft_s
