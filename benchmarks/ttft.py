@@ -16,7 +16,7 @@ from tests.support.synthetic import Message
 
 from .checks import from_disk, new, reused
 from .runs import Run, tokens
-from .servers import STOCK, BenchmarkServer, rotated
+from .servers import STOCK, BenchmarkServer, Fleet, rotated
 
 QUESTION = "first token"
 N_NEW = 64
@@ -31,36 +31,55 @@ _SLACK = 32
 """The number of tokens at a prompt's end that the next turn may change."""
 
 
-def measure(run: Run, contexts: Mapping[int, int], n_ranks: int = 1, n_turns: int = 3) -> None:
-    """`contexts` maps lengths of prompts to the number of repeats, each with `n_turns` turns."""
+def measure(
+    run: Run,
+    contexts: Mapping[int, int],
+    n_ranks: int = 1,
+    n_turns: int = 3,
+    *,
+    one_by_one: bool = False,
+) -> None:
+    """`contexts` maps lengths of prompts to the number of repeats, each with `n_turns` turns.
+
+    one_by_one: a side's server stops before that of the next side starts.
+    """
     sides = run.sides()
+    for together in [[side] for side in sides] if one_by_one else [sides]:
+        with run.fleet(together, n_ranks) as fleet:
+            _measure(run, fleet, contexts, n_ranks, n_turns)
+
+
+def _measure(
+    run: Run, fleet: Fleet, contexts: Mapping[int, int], n_ranks: int, n_turns: int
+) -> None:
     names = {n: tokens(n) + (f", {n_ranks} ranks" if n_ranks > 1 else "") for n in contexts}
     talks: dict[tuple[int, int, str], list[Message]] = {}
-    with run.fleet(sides, n_ranks) as fleet:
-        for context, n_repeats in contexts.items():
-            for repeat in range(n_repeats):
-                n_tokens = context - N_SHORTER
-                prompt = run.prompts.of_length(n_tokens, seed=1000 * context + repeat)
-                for side in rotated(sides, repeat):
-                    talk = _converse(run, fleet[side], prompt, context, names[context], n_turns)
-                    if side != STOCK:
-                        talks[context, repeat, side] = talk
-        share = fleet.restart()
-        left = "cannot be dropped here" if share is None else f"still had {share:.0%} of the store"
-        run.report.note(
-            QUESTION,
-            f"New prompts have {N_SHORTER} tokens less than their names say, so they end in the "
-            f"middle of a block of 256. Each is sent {N_AGAIN} times again. The next turns "
-            f"({n_turns} per new prompt) add {N_NEW} tokens and a reply of {MAX_TOKENS}; some "
-            "cross the end of a block. After a restart, the last turn is read from disk; the page "
-            f"cache {left}. These rows are compared with stock's new prompt. Each server that "
-            "starts answers one short prompt first, which compiles its kernels."
-            + (f" Ranks: {n_ranks} processes that MLX's ring connects." if n_ranks > 1 else ""),
-        )
-        for (context, _, side), talk in talks.items():
-            n_stored = run.prompts.count(talk) - _SLACK
-            reply = fleet[side].ask(talk, 1, from_disk(n_stored))
-            _add(run, f"after a restart, {names[context]}", side, reply)
+    for context, n_repeats in contexts.items():
+        for repeat in range(n_repeats):
+            n_tokens = context - N_SHORTER
+            prompt = run.prompts.of_length(n_tokens, seed=1000 * context + repeat)
+            for side in rotated(fleet.sides, repeat):
+                talk = _converse(run, fleet[side], prompt, context, names[context], n_turns)
+                if side != STOCK:
+                    talks[context, repeat, side] = talk
+    if not talks:
+        return
+    share = fleet.restart()
+    left = "cannot be dropped here" if share is None else f"still had {share:.0%} of the store"
+    run.report.note(
+        QUESTION,
+        f"New prompts have {N_SHORTER} tokens less than their names say, so they end in the "
+        f"middle of a block of 256. Each is sent {N_AGAIN} times again. The next turns "
+        f"({n_turns} per new prompt) add {N_NEW} tokens and a reply of {MAX_TOKENS}; some "
+        "cross the end of a block. After a restart, the last turn is read from disk; the page "
+        f"cache {left}. These rows are compared with stock's new prompt. Each server that "
+        "starts answers one short prompt first, which compiles its kernels."
+        + (f" Ranks: {n_ranks} processes that MLX's ring connects." if n_ranks > 1 else ""),
+    )
+    for (context, _, side), talk in talks.items():
+        n_stored = run.prompts.count(talk) - _SLACK
+        reply = fleet[side].ask(talk, 1, from_disk(n_stored))
+        _add(run, f"after a restart, {names[context]}", side, reply)
 
 
 def _converse(

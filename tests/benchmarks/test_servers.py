@@ -36,13 +36,35 @@ def values(run: Run) -> dict[tuple[str, str], list[float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("n_ranks", "name"), [(1, "512"), (2, "512, 2 ranks")])
+@pytest.mark.parametrize(
+    ("n_ranks", "name", "one_by_one", "fleets"),
+    [
+        (1, "512", False, [[*BOTH]]),
+        (1, "512", True, [[side] for side in BOTH]),
+        (2, "512, 2 ranks", False, [[*BOTH]]),
+    ],
+)
 def test_ttft_measures_new_repeated_continued_and_restarted_prompts(
-    report: Report, tmp_path: Path, n_ranks: int, name: str
+    report: Report,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    n_ranks: int,
+    name: str,
+    one_by_one: bool,
+    fleets: list[list[str]],
 ) -> None:
     model = make_tiny_model(tmp_path / "model", n_heads=4, n_kv_heads=2)
     run = Run(BenchmarkModel("tiny", model), report)
-    ttft.measure(run, {512: 2}, n_ranks, n_turns=2)
+    started: list[list[str]] = []
+
+    def fleet(self: Run, names: list[str], n_ranks: int) -> Fleet:
+        started.append(list(names))
+        return original(self, names, n_ranks)
+
+    original = Run.fleet
+    monkeypatch.setattr(Run, "fleet", fleet)
+    ttft.measure(run, {512: 2}, n_ranks, n_turns=2, one_by_one=one_by_one)
+    assert started == fleets
     samples = values(run)
     states = ("new prompt", "same prompt again", "next turn")
     rows = {(f"{state}, {name}", side) for state in states for side in BOTH}
