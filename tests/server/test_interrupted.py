@@ -204,7 +204,7 @@ def test_prompt_sent_right_after_a_disconnect_reuses_the_reply(
     options = ("--kvpersist-draft", "off")
     server = start_server.with_plugin(tiny_model, *options, launcher=(str(launcher),))
     lost, n_read = [], 40
-    for number in range(4):
+    for number in range(2):
         ask: Message = {"role": "user", "content": f"{number}. {synthetic_text(300, seed=number)}"}
         body = {"messages": [ask], "max_tokens": 4000, "temperature": 0.0, "seed": seed}
         with closing(texts(server, CHAT, body, f"talk {number}")) as stream:
