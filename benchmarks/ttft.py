@@ -41,11 +41,11 @@ def measure(
 ) -> None:
     """`contexts` maps lengths of prompts to the number of repeats, each with `n_turns` turns.
 
-    one_by_one: a side's server stops before that of the next side starts.
+    one_by_one: the server of a side stops before the server of the next side starts.
     """
     sides = run.sides()
-    for together in [[side] for side in sides] if one_by_one else [sides]:
-        with run.fleet(together, n_ranks) as fleet:
+    for group in [[side] for side in sides] if one_by_one else [sides]:
+        with run.fleet(group, n_ranks) as fleet:
             _measure(run, fleet, contexts, n_ranks, n_turns)
 
 
