@@ -26,9 +26,9 @@ def make_page(results: Sequence[DeviceResults]) -> str:
     parts += [f"**Warning:** {text}" for text in warnings(results)]
     parts.append(
         "Made by `python -m benchmarks.report` from `results/`. [README.md](README.md) says how to "
-        "measure. Both servers were up, and requests alternated. Values are medians. A ratio is "
-        "the median of the repeats' ratios. Goals are for the presets `cpu` and `gpu-1` to `gpu-5`."
-        " An empty cell has no measurement or no goal."
+        "measure. Except for 64K, both servers were up, and requests alternated. Values are "
+        "medians. A ratio is the median of the repeats' ratios. Goals are for the presets `cpu` "
+        "and `gpu-1` to `gpu-5`. An empty cell has no measurement or no goal."
     )
     parts += ["## Conditions", *(conditions(each) for each in results)]
     for question in QUESTIONS:
