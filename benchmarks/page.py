@@ -16,8 +16,8 @@ Nothing was measured on Apple silicon: Metal has other kernels, and its memory i
 CPU. The GPU's figures come from MLX's CUDA backend. A synthetic model has random weights in the
 shape of the real model, so its times and bytes are realistic, but its replies mean nothing. A
 quarter of the GPU's ratios and a fifth of the CPU's differ by more than a tenth between two runs of
-the same code: mostly times below half a second, and rows with one to three samples. Single ratios
-differ by a factor of two."""
+the same code: mostly times below half a second, and rows with one to three samples. Some ratios
+differ by a factor of 1.4 to 1.6."""
 _HEADER = ("device", "row", "side", "unit", "stock", "plugin", "ratio", "goal", "result")
 
 
